@@ -1,0 +1,16 @@
+"""FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels."""
+
+from jax_flash2._api import attention, explain
+from jax_flash2._version import __version__
+from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
+from pallas_kernels.configs import Blocks, Config
+
+__all__ = [
+    "LSE_NAME",
+    "OUTPUT_NAME",
+    "Blocks",
+    "Config",
+    "__version__",
+    "attention",
+    "explain",
+]

@@ -1,0 +1,86 @@
+"""The ordered list of backends, and why each can or cannot serve a call.
+
+A backend is a module with `unsupported(**facts)`, `forward` and `backward`, imported
+when it is first asked: a machine without a GPU never imports GPU code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from types import ModuleType
+
+# From the fastest on. `None` picks the first that serves a call.
+BACKENDS = {
+    "triton": "pallas_kernels.triton",
+    "xla": "jax_flash2._chunked",
+}
+# The oracle of the tests, quadratic in memory: only by name.
+REFERENCE = "reference"
+NAMES = (*BACKENDS, REFERENCE)
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(BACKENDS[name])
+
+
+def lowering_context(name: str):
+    """The context in which a backend's functions are traced and lowered."""
+    return getattr(module(name), "lowering_context", contextlib.nullcontext)()
+
+
+def reasons(facts: dict) -> dict[str, str | None]:
+    """For each backend, in order, why it cannot serve the call (None: it can).
+
+    Args:
+      facts: dtype, head_sizes (query's and value's), config.
+    """
+    return {name: module(name).unsupported(**facts) for name in BACKENDS}
+
+
+def choose(implementation: str | None, facts: dict) -> str:
+    """The backend that serves a call.
+
+    Raises:
+      ValueError: if the backend asked for cannot serve the call, or none can.
+    """
+    if implementation == REFERENCE:
+        return REFERENCE
+    if implementation is not None:
+        reason = module(implementation).unsupported(**facts)
+        if reason is not None:
+            raise ValueError(f"implementation={implementation!r}: {reason}")
+        return implementation
+    why = reasons(facts)
+    chosen = next((name for name, reason in why.items() if reason is None), None)
+    if chosen is None:
+        lines = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+        raise ValueError(f"no implementation serves this call: {lines}")
+    if _has_gpu() and chosen != next(iter(BACKENDS)):
+        passed_over = next(iter(BACKENDS))
+        warnings.warn(
+            f"jax_flash2.attention runs as {chosen!r}, slower than {passed_over!r} "
+            f"would be on this GPU: {why[passed_over]}",
+            stacklevel=4,
+        )
+    return chosen
+
+
+def _has_gpu() -> bool:
+    from pallas_kernels.triton import support
+
+    return support.platform() == "cuda"
+
+
+def explain(implementation: str | None, facts: dict) -> str:
+    """The decision of `choose` as text, with the reason for each backend."""
+    lines = []
+    try:
+        lines.append(f"implementation: {choose(implementation, facts)}")
+    except ValueError as error:
+        lines.append(f"error: {error}")
+    for name, reason in reasons(facts).items():
+        lines.append(f"  {name}: {'can serve this call' if reason is None else reason}")
+    lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
+    return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""The two halves of attention, forward and backward, as operations that batch in place.
+
+Each half is a JAX primitive whose parameters name the axes of its operands. `jax.vmap`
+adds a name where the mapped axis lies, so that no operand is transposed or repeated and
+an unmapped one is shared; the backend sees one more batch axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_flash2 import _backends
+from pallas_kernels.configs import Config
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """All that is static about a call (hashable).
+
+    Attributes:
+      axes: of each operand: query, key, value and the leaves of the spec.
+      spec_tree: the structure of the AttentionSpec, with its static fields.
+      backend: name of the backend.
+      config: of the kernels.
+      precision: of products of float32 operands.
+    """
+
+    axes: tuple[Axes, ...]
+    spec_tree: Any
+    backend: str
+    config: Config | None
+    precision: jax.lax.Precision | None
+
+    def named(self, arrays):
+        """query, key, value and the spec, as `Named`."""
+        q, k, v, *leaves = map(Named, arrays, self.axes)
+        return q, k, v, self.spec_tree.unflatten(leaves)
+
+
+def _statistics_dtype(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
+    """Shape structs of o and lse.
+
+    o lies in memory as q does, with the names that q lacks in front; lse has its rows
+    last, for kernels read it in blocks of rows.
+    """
+    q, _, v, *_ = operands
+    size = sizes(operands)
+    axes = _with_missing(operands, tuple("d" if a == "h" else a for a in q.axes))
+    lse_axes = (*(a for a in axes if a not in ("t", "d")), "t")
+    lse_dtype = _statistics_dtype(q.dtype)
+    return _struct(axes, size, v.dtype), _struct(lse_axes, size, lse_dtype)
+
+
+def _backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
+    """Shape structs of the gradients: like q, k, v, one for each mapped element."""
+    size = sizes(operands)
+    return tuple(
+        _struct(_with_missing(operands, x.axes), size, x.dtype) for x in operands[:3]
+    )
+
+
+def _with_missing(operands, axes: Axes) -> Axes:
+    return (*(name for name in batch_axes(operands) if name not in axes), *axes)
+
+
+def _struct(axes: Axes, size: dict[str, int], dtype) -> Named:
+    shape = tuple(1 if name is None else size[name] for name in axes)
+    return Named(jax.ShapeDtypeStruct(shape, dtype), axes)
+
+
+def _forward_rule(problem: Problem, operands):
+    o, lse = _forward_outputs(problem, operands)
+    if 0 in sizes(operands).values():
+        return [
+            jnp.zeros(o.shape, o.dtype),
+            jnp.full(lse.shape, -jnp.inf, lse.dtype),
+        ]
+    *qkv, spec = problem.named([x.value for x in operands])
+    backend = _backends.module(problem.backend)
+    return backend.forward(
+        *qkv, spec, (o, lse), config=problem.config, precision=problem.precision
+    )
+
+
+def _backward_rule(problem: Problem, operands):
+    outputs = _backward_outputs(problem, operands)
+    if 0 in sizes(operands).values():
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+    *arrays, o, lse, do, dlse = operands
+    saved = (o, lse, do, dlse)
+    *qkv, spec = problem.named([x.value for x in arrays])
+    backend = _backends.module(problem.backend)
+    return backend.backward(
+        *qkv, spec, saved, outputs, config=problem.config, precision=problem.precision
+    )
+
+
+def _operation(name: str, rule, outputs):
+    """A primitive of named operands: `bind(*arrays, problem=, axes=)`."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def implementation(*arrays, problem: Problem, axes: tuple[Axes, ...]):
+        problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
+        with _backends.lowering_context(problem.backend):
+            return list(rule(problem, list(map(Named, arrays, axes))))
+
+    def abstract_eval(*avals, problem: Problem, axes: tuple[Axes, ...]):
+        structs = outputs(problem, list(map(Named, avals, axes)))
+        return [avals[0].update(shape=x.shape, dtype=x.dtype) for x in structs]
+
+    def batching_rule(arrays, dims, *, problem: Problem, axes: tuple[Axes, ...]):
+        used = {a for operand_axes in axes for a in operand_axes}
+        name = next(f"v{i}" for i in range(len(used) + 1) if f"v{i}" not in used)
+        axes = tuple(
+            a if dim is None else (*a[:dim], name, *a[dim:])
+            for a, dim in zip(axes, dims, strict=True)
+        )
+        results = primitive.bind(*arrays, problem=problem, axes=axes)
+        structs = outputs(problem, list(map(Named, arrays, axes)))
+        return results, [x.axes.index(name) for x in structs]
+
+    primitive.def_impl(implementation)
+    primitive.def_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = batching_rule
+    lower = mlir.lower_fun(implementation, multiple_results=True)
+
+    def lowering(context, *operands, problem: Problem, **params):
+        with _backends.lowering_context(problem.backend):
+            return lower(context, *operands, problem=problem, **params)
+
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
+_forward_p = _operation("flash2_forward", _forward_rule, _forward_outputs)
+_backward_p = _operation("flash2_backward", _backward_rule, _backward_outputs)
+
+
+def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
+    """Output (axes of query, head size that of value) and lse (rows last)."""
+    return tuple(_forward_p.bind(*arrays, problem=problem, axes=problem.axes))
+
+
+def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value."""
+    operands = list(map(Named, arrays, problem.axes))
+    o_axes, lse_axes = (x.axes for x in _forward_outputs(problem, operands))
+    axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)
+    bind = functools.partial(_backward_p.bind, problem=problem, axes=axes)
+    return tuple(bind(*arrays, o, lse, do, dlse))

@@ -1,0 +1,48 @@
+"""The one custom_vjp: which results are kept between the passes, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_flash2 import _operation, _reference
+from jax_flash2._backends import REFERENCE
+from jax_flash2._operation import Problem
+
+# Names for `jax.checkpoint_policies.save_only_these_names`.
+OUTPUT_NAME = "flash2_output"
+LSE_NAME = "flash2_lse"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(problem: Problem, arrays):
+    return _operation.forward(problem, arrays)
+
+
+def _flash_forward(problem: Problem, arrays):
+    o, lse = _operation.forward(problem, arrays)
+    o, lse = checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (o, lse), (arrays, o, lse)
+
+
+def _flash_backward(problem: Problem, saved, cotangents):
+    arrays, o, lse = saved
+    gradients = _operation.backward(problem, arrays, o, lse, *cotangents)
+    return ((*gradients, *[None] * (len(arrays) - 3)),)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (rows last) of a call, differentiable.
+
+    Jitted, so that equal calls of a program (the layers of a model) are traced and
+    lowered once.
+    """
+    if problem.backend == REFERENCE:
+        return _reference.attend(problem, arrays)
+    return _flash(problem, arrays)

@@ -1,0 +1,1 @@
+"""FlashAttention-2 as Pallas kernels: `core` says what is computed, backends how."""

@@ -1,0 +1,174 @@
+"""Block sizes, warps and pipeline depth of the kernels.
+
+A block that spills registers runs 3 to 8 times slower, and one that needs more shared
+memory than the GPU has does not run at all: so blocks follow from the head size, the
+width of the dtype and the GPU's shared memory, unless the caller passes a `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Shared memory that one block may use, in bytes, by compute capability (CUDA C++
+# Programming Guide, technical specifications per compute capability).
+SHARED_MEMORY = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    103: 227 << 10,
+    120: 99 << 10,
+    121: 99 << 10,
+}
+SMALLEST_SHARED_MEMORY = 99 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How one kernel cuts its work.
+
+    Attributes:
+      block_q: query rows of a block, a power of two from 16.
+      block_kv: key rows of a block, a power of two from 16.
+      num_warps: warps of 32 threads that share a block: 1, 2, 4, 8 or 16.
+      num_stages: depth of the software pipeline of the loads, from 1.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < smallest or value & (value - 1):
+                raise ValueError(
+                    f"{name} must be a power of two >= {smallest}, got {value!r}"
+                )
+        if self.num_warps > 16:
+            raise ValueError(f"num_warps must be at most 16, got {self.num_warps}")
+        if not isinstance(self.num_stages, int) or self.num_stages < 1:
+            raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Configuration of the kernels of one call; None leaves a part to the library.
+
+    Attributes:
+      forward: blocks of the forward kernel.
+      dkv: blocks of the kernel for the gradients of key and value.
+      dq: blocks of the kernel for the gradient of query.
+      interpret: run the kernels in Pallas's interpreter: slow, on any platform.
+
+    Example:
+      >>> from jax_flash2 import Blocks, Config
+      >>> Config(forward=Blocks(128, 64, num_warps=4, num_stages=3)).interpret
+      False
+    """
+
+    forward: Blocks | None = None
+    dkv: Blocks | None = None
+    dq: Blocks | None = None
+    interpret: bool = False
+
+
+# Per pass, for padded head sizes up to the key: candidates from the fastest on; the
+# first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
+_CANDIDATES = {
+    "forward": {
+        64: [(128, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
+        128: [
+            (128, 128, 8, 3),
+            (128, 64, 4, 3),
+            (128, 64, 8, 2),
+            (64, 64, 4, 2),
+            (32, 32, 4, 2),
+            (16, 16, 4, 1),
+        ],
+        256: [(128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+    },
+    "dkv": {
+        64: [(64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [
+            (64, 128, 8, 3),
+            (64, 64, 4, 2),
+            (32, 64, 4, 2),
+            (32, 32, 4, 1),
+            (16, 16, 4, 1),
+        ],
+        256: [(32, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+    },
+    "dq": {
+        64: [(64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [
+            (128, 64, 8, 3),
+            (64, 64, 4, 2),
+            (64, 32, 4, 2),
+            (32, 32, 4, 1),
+            (16, 16, 4, 1),
+        ],
+        256: [(64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)],
+    },
+}
+
+
+def shared_memory(kernel: str, blocks: Blocks, head_bytes: int) -> int:
+    """Shared memory in bytes that a kernel's tiles need at most.
+
+    Args:
+      kernel: "forward", "dkv" or "dq".
+      blocks: the blocks.
+      head_bytes: bytes of a row of key plus a row of value, heads padded.
+    """
+    if kernel == "forward":  # q stays; k and v stream
+        resident, streamed = blocks.block_q / 2, blocks.block_kv
+    elif kernel == "dq":  # q and do stay; k and v stream
+        resident, streamed = blocks.block_q, blocks.block_kv
+    else:  # k and v stay; q and do stream
+        resident, streamed = blocks.block_kv, blocks.block_q
+    return int((resident + blocks.num_stages * streamed) * head_bytes)
+
+
+def choose(
+    kernel: str,
+    config: Config | None,
+    *,
+    rows: tuple[int, int],
+    heads: tuple[int, int],
+    itemsize: int,
+    limit: int,
+) -> Blocks:
+    """Blocks for one kernel: the caller's, or the first candidate that fits.
+
+    Args:
+      kernel: "forward", "dkv" or "dq".
+      config: the caller's configuration.
+      rows: query and key rows; blocks are not larger than these need.
+      heads: padded head sizes of key and value.
+      itemsize: bytes of an element.
+      limit: shared memory of the GPU in bytes.
+    """
+    chosen = getattr(config, kernel, None)
+    if chosen is not None:
+        return chosen
+    size = next(s for s in (64, 128, 256) if max(heads) <= s)
+    head_bytes = sum(heads) * itemsize
+    # A float32 element takes the registers of two bfloat16 ones.
+    candidates = [Blocks(*c) for c in _CANDIDATES[kernel][size]][itemsize // 4 :]
+    fits = (b for b in candidates if shared_memory(kernel, b, head_bytes) <= limit)
+    blocks = next(fits, candidates[-1])
+    return dataclasses.replace(
+        blocks,
+        block_q=min(blocks.block_q, padded(rows[0])),
+        block_kv=min(blocks.block_kv, padded(rows[1])),
+    )
+
+
+def padded(size: int) -> int:
+    """The block size that holds `size` rows or head elements: a power of two >= 16."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,178 @@
+"""Named axes: every operand says what each of its axes means, in memory order.
+
+The names of a single attention problem are
+
+| name | axis |
+| --- | --- |
+| `t` | query rows |
+| `s` | key and value rows |
+| `n` | query heads |
+| `k` | key/value heads; query head n reads key/value head n // (N // K) |
+| `h` | head size of query and key |
+| `d` | head size of value and output |
+| anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
+
+`None` names an axis of size 1 that is broadcast; a name that an operand lacks is
+broadcast too. So a bias, a mask and an unmapped key need no special case, and
+`jax.vmap` is one more name wherever the mapped axis happens to lie: no transpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Axes = tuple[str | None, ...]
+
+ROWS_AND_HEADS = ("t", "s", "n", "k", "h", "d")
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A value (array, shape struct) with the name of each of its axes.
+
+    Not a pytree node, so that trees of `Named` can be mapped leaf by leaf.
+    """
+
+    value: Any
+    axes: Axes
+
+    def __post_init__(self):
+        if len(self.axes) != len(self.value.shape):
+            raise ValueError(f"{self.axes=} do not fit shape {self.value.shape}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    def squeezed(self) -> Named:
+        """The same without its broadcast axes of size 1."""
+        lost = tuple(i for i, name in enumerate(self.axes) if name is None)
+        if not lost:
+            return self
+        kept = tuple(name for name in self.axes if name is not None)
+        return Named(jnp.squeeze(self.value, lost), kept)
+
+    def split(self, name: str, inner: str, inner_size: int) -> Named:
+        """Splits axis `name` in two: (`name`, `inner`), inner fastest."""
+        if name not in self.axes:
+            return self
+        i = self.axes.index(name)
+        shape = self.shape
+        outer_size = shape[i] // inner_size
+        shape = (*shape[:i], outer_size, inner_size, *shape[i + 1 :])
+        axes = (*self.axes[: i + 1], inner, *self.axes[i + 1 :])
+        return Named(self.value.reshape(shape), axes)
+
+    def renamed(self, old: str, new: str) -> Named:
+        return Named(self.value, tuple(new if a == old else a for a in self.axes))
+
+    def to(self, axes: Sequence[str]) -> jax.Array:
+        """The array with axes in the order of `axes`, of size 1 where it lacks one."""
+        named = self.squeezed()
+        order = [named.axes.index(a) for a in axes if a in named.axes]
+        missing = [i for i, a in enumerate(axes) if a not in named.axes]
+        return jnp.expand_dims(jnp.transpose(named.value, order), missing)
+
+
+def sizes(operands: Sequence[Any]) -> dict[str, int]:
+    """The size of every named axis; operands that disagree are an error."""
+    result: dict[str, int] = {}
+    for operand in operands:
+        for name, size in zip(operand.axes, operand.shape, strict=True):
+            if name is None:
+                if size != 1:
+                    raise ValueError(f"broadcast axis of size {size} != 1: {operand}")
+            elif result.setdefault(name, size) != size:
+                raise ValueError(f"axis {name!r}: sizes {result[name]} and {size}")
+    return result
+
+
+def batch_axes(operands: Sequence[Any]) -> tuple[str, ...]:
+    """Names that are neither rows, heads nor head size, in order of appearance."""
+    names = (name for operand in operands for name in operand.axes)
+    return tuple(
+        dict.fromkeys(n for n in names if n is not None and n not in ROWS_AND_HEADS)
+    )
+
+
+def vmap_named(
+    function: Callable, names: Sequence[str], out_axes: Sequence[Axes]
+) -> Callable:
+    """Maps `function(*trees of Named)` over `names`, wherever those axes lie.
+
+    Args:
+      function: takes trees whose leaves are `Named` without the mapped names and
+        without broadcast axes; returns a tuple of arrays whose axes are those of
+        `out_axes` without the mapped names, in the same order.
+      names: the axes to map over; an operand without one is shared, not repeated.
+      out_axes: the axes of each result.
+
+    Returns:
+      A function of trees of `Named` that returns a tuple of arrays.
+    """
+
+    def mapped(*trees):
+        leaves, tree = jax.tree.flatten(trees)
+        leaves = [leaf.squeezed() for leaf in leaves]
+
+        def over(names: tuple[str, ...], leaf_axes: list[Axes], outs: list[Axes]):
+            """A function of arrays mapped over `names`, outermost first."""
+            if not names:
+
+                def innermost(*arrays):
+                    named = list(map(Named, arrays, leaf_axes))
+                    return function(*tree.unflatten(named))
+
+                return innermost
+            name, *rest = names
+            inner = over(
+                tuple(rest),
+                [tuple(a for a in axes if a != name) for axes in leaf_axes],
+                [tuple(a for a in axes if a != name) for axes in outs],
+            )
+            if all(name not in axes for axes in leaf_axes):
+                raise ValueError(f"no operand has the axis {name!r}")
+            in_axes = [a.index(name) if name in a else None for a in leaf_axes]
+            return jax.vmap(inner, tuple(in_axes), tuple(a.index(name) for a in outs))
+
+        axes = [leaf.axes for leaf in leaves]
+        return over(tuple(names), axes, list(out_axes))(*[x.value for x in leaves])
+
+    return mapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Query heads `n` seen as (`k`, `g`): a key/value head and a place in its group."""
+
+    group: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, size: dict[str, int]) -> Heads:
+        if "n" not in size:
+            return cls(1, ())
+        return cls(size["n"] // size["k"], ("k", "g"))
+
+    def split(self, x: Named) -> Named:
+        return x.split("n", "g", self.group).renamed("n", "k")
+
+    def split_axes(self, axes: Axes) -> Axes:
+        split = (("k", "g") if a == "n" else (a,) for a in axes)
+        return tuple(a for pair in split for a in pair)
+
+    def merge(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """The inverse of `split` on an array with `split_axes(axes)`."""
+        if "n" not in axes:
+            return x
+        i = axes.index("n")
+        return x.reshape(*x.shape[:i], x.shape[i] * x.shape[i + 1], *x.shape[i + 2 :])

@@ -1,0 +1,338 @@
+"""Mask atoms: which (query, key) pairs are kept, and which blocks that implies.
+
+An atom answers two questions, and a mask is the AND of its atoms.
+
+- `keep(q, kv, q_pos)` is pointwise: row numbers `q` and `kv` that broadcast against
+  each other (and positions `q_pos = q + offset`) give a boolean array. The same line
+  serves a dense mask (q [T, 1], kv [1, S]), a block of it, and a transposed block.
+- Block ranges. For the rows [q_lo, q_hi) of a query block, `kv_range` gives
+  `need_lo <= full_lo <= full_hi <= need_hi`: outside `need` no pair is kept, inside
+  `full` every pair is. `q_range` is its twin for a block of keys. An atom whose answer
+  depends on data (`SegmentIds`, `DenseMask`) gives `block_relation` instead: two small
+  arrays [query blocks, key blocks] that say "some pair may be kept" and "all are".
+
+Kernels loop over `need` and evaluate `keep` only outside `full`:
+
+    need_lo      full_lo                 full_hi     need_hi
+       |  masked    |   no mask evaluated   |  masked   |
+
+Fields hold scalars, blocks or whole arrays, depending on where the tree lives
+(`spec.AttentionSpec`): the code is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.core.axes import Named
+
+
+def minimum(a, b):
+    """The smaller; of Python integers, a Python integer."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def maximum(a, b):
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _div(a, b: int):
+    """a // b for a >= 0: one division in a kernel, where `//` would be many steps."""
+    return a // b if isinstance(a, int) else lax.div(a, jnp.full_like(a, b))
+
+
+class Range(NamedTuple):
+    """Bounds `need_lo <= full_lo <= full_hi <= need_hi`, of rows or of blocks.
+
+    Python integers stay Python integers, so that a loop that is empty for every block
+    is seen to be so while tracing and costs nothing.
+    """
+
+    need_lo: Any
+    full_lo: Any
+    full_hi: Any
+    need_hi: Any
+
+    def __and__(self, other: Range) -> Range:
+        """Pairs kept by both: the ranges intersect."""
+        need_lo = maximum(self.need_lo, other.need_lo)
+        need_hi = maximum(minimum(self.need_hi, other.need_hi), need_lo)
+        full_lo = minimum(
+            maximum(maximum(self.full_lo, other.full_lo), need_lo), need_hi
+        )
+        full_hi = maximum(
+            minimum(minimum(self.full_hi, other.full_hi), need_hi), full_lo
+        )
+        return Range(need_lo, full_lo, full_hi, need_hi)
+
+    def blocks(self, block: int, size: int) -> Range:
+        """From rows to blocks of `block` rows; `size` is the number of rows."""
+        rows = self & Range(0, 0, size, size)
+        need_lo = _div(minimum(rows.need_lo, size), block)
+        need_hi = _div(minimum(rows.need_hi, size) + block - 1, block)
+        full_lo = _div(rows.full_lo + block - 1, block)
+        full_hi = _div(rows.full_hi, block)
+        return Range(need_lo, full_lo, full_hi, need_hi) & everything(need_lo, need_hi)
+
+    def fold(self, visit: Callable, state):
+        """Runs `state = visit(masked, block, state)` over the blocks of `need`.
+
+        The one loop of every forward and backward pass: the same step three times, with
+        the mask evaluated only in the first and the last run.
+        """
+        for lo, hi, masked in (
+            (self.need_lo, self.full_lo, True),
+            (self.full_lo, self.full_hi, False),
+            (self.full_hi, self.need_hi, True),
+        ):
+            if isinstance(lo, int) and isinstance(hi, int):
+                if lo >= hi:
+                    continue
+                lo, hi = np.int32(lo), np.int32(hi)
+            body = functools.partial(visit, masked)
+            state = lax.fori_loop(lo, hi, body, state)
+        return state
+
+
+def everything(lo, hi) -> Range:
+    """The range in which every pair from `lo` to `hi` is kept."""
+    return Range(lo, lo, hi, hi)
+
+
+def _when(condition, rows: Range) -> Range:
+    """`rows` with nothing full where `condition` does not hold.
+
+    Arithmetic instead of `where`: scalar selects of constants do not lower in Pallas.
+    """
+    if isinstance(condition, bool):
+        return rows if condition else rows._replace(full_hi=rows.full_lo)
+    on = condition.astype(jnp.int32)
+    full_hi = rows.full_lo + on * (rows.full_hi - rows.full_lo)
+    return rows._replace(full_hi=full_hi)
+
+
+def _dataclass(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()):
+    def register(cls):
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        return jax.tree_util.register_dataclass(cls, list(data), list(meta))
+
+    return register
+
+
+@_dataclass(meta=("left", "right"))
+class Window:
+    """Keeps keys from `left` positions before the query to `right` after it, inclusive.
+
+    `None` is unbounded on that side; `Window(None, 0)` is causal. Window(1, 0):
+
+        1 . . .
+        1 1 . .
+        . 1 1 .
+        . . 1 1
+    """
+
+    left: int | None
+    right: int | None
+
+    def keep(self, q, kv, q_pos):
+        del q
+        kept = None
+        if self.left is not None:
+            kept = kv >= q_pos - self.left
+        if self.right is not None:
+            below = kv <= q_pos + self.right
+            kept = below if kept is None else kept & below
+        return kept
+
+    def kv_range(self, q_lo, q_hi, offset, size: int) -> Range:
+        need_lo, full_lo, full_hi, need_hi = everything(0, size)
+        first, last = q_lo + offset, q_hi - 1 + offset
+        if self.left is not None:
+            need_lo, full_lo = first - self.left, last - self.left
+        if self.right is not None:
+            full_hi, need_hi = first + self.right + 1, last + self.right + 1
+        return Range(need_lo, full_lo, full_hi, need_hi)
+
+    def q_range(self, kv_lo, kv_hi, offset, size: int) -> Range:
+        need_lo, full_lo, full_hi, need_hi = everything(0, size)
+        first, last = kv_lo - offset, kv_hi - 1 - offset
+        if self.right is not None:
+            need_lo, full_lo = first - self.right, last - self.right
+        if self.left is not None:
+            full_hi, need_hi = first + self.left + 1, last + self.left + 1
+        return Range(need_lo, full_lo, full_hi, need_hi)
+
+
+@_dataclass(data=("query", "key_value"))
+class Lengths:
+    """Keeps pairs whose query row < `query` and key row < `key_value` (None: all).
+
+    Both are int32 scalars (one for each batch entry) in [0, size].
+    """
+
+    query: Any = None
+    key_value: Any = None
+
+    def keep(self, q, kv, q_pos):
+        del q_pos
+        kept = None
+        if self.key_value is not None:
+            kept = kv < self.key_value
+        if self.query is not None:
+            below = q < self.query
+            kept = below if kept is None else kept & below
+        return kept
+
+    def kv_range(self, q_lo, q_hi, offset, size: int) -> Range:
+        del offset
+        return self._range(self.key_value, self.query, q_lo, q_hi, size)
+
+    def q_range(self, kv_lo, kv_hi, offset, size: int) -> Range:
+        del offset
+        return self._range(self.query, self.key_value, kv_lo, kv_hi, size)
+
+    @staticmethod
+    def _range(along, across, lo, hi, size: int) -> Range:
+        """Range along one axis of the block [lo, hi) of the other."""
+        end = size if along is None else along
+        if across is None:
+            return everything(0, end)
+        full = _when(hi <= across, everything(0, end))
+        # A block that starts beyond the length needs nothing.
+        need_hi = minimum(full.need_hi, minimum(maximum(across - lo, 0), 1) * size)
+        return full & everything(0, need_hi)._replace(full_hi=size)
+
+
+class Relation(NamedTuple):
+    """For each pair of blocks: may some pair be kept, are all pairs kept.
+
+    `Named` boolean arrays whose last axes are `i` (query blocks) and `j` (key blocks).
+    """
+
+    some: Named
+    all: Named
+
+
+def _blocked(x: Named, row_axes: dict[str, int], fill=None) -> Named:
+    """Splits each row axis in (blocks, block), padding the last block.
+
+    Args:
+      row_axes: block size of each row axis: `t` becomes (`i`, `t`), `s` (`j`, `s`).
+      fill: padding value; None repeats the last row.
+    """
+    for name, block in row_axes.items():
+        if name not in x.axes:
+            continue
+        axis = x.axes.index(name)
+        pad = [(0, 0)] * len(x.axes)
+        pad[axis] = (0, -x.shape[axis] % block)
+        mode = {"mode": "edge"} if fill is None else {"constant_values": fill}
+        x = Named(jnp.pad(x.value, pad, **mode), x.axes)
+        x = x.renamed(name, "i" if name == "t" else "j")
+        x = x.split("i" if name == "t" else "j", name, block)
+    return x
+
+
+def _reduced(x: Named, function, names: tuple[str, ...]) -> Named:
+    axes = tuple(i for i, a in enumerate(x.axes) if a in names)
+    return Named(
+        function(x.value, axis=axes), tuple(a for a in x.axes if a not in names)
+    )
+
+
+@_dataclass(data=("query", "key_value"))
+class SegmentIds:
+    """Keeps pairs of equal ids: int32, query [.., T] and key_value [.., S], any order.
+
+    Blocks are compared by the smallest and largest id in each: sorted ids skip every
+    block without a common segment, unsorted ones only where the intervals are disjoint.
+    """
+
+    query: Any
+    key_value: Any
+
+    def keep(self, q, kv, q_pos):
+        del q, kv, q_pos
+        return self.query == self.key_value
+
+    def block_relation(self, block_q: int, block_kv: int) -> Relation:
+        blocks = {"t": block_q, "s": block_kv}
+        q, kv = (_blocked(x.squeezed(), blocks) for x in (self.query, self.key_value))
+        axes = [a for a in (*q.axes, *kv.axes) if a not in ("i", "j", "t", "s")]
+        axes = (*dict.fromkeys(axes), "i", "j")
+        q_min, q_max, kv_min, kv_max = (
+            _reduced(x, function, ("t", "s")).to(axes)
+            for x in (q, kv)
+            for function in (jnp.min, jnp.max)
+        )
+        some = (q_min <= kv_max) & (kv_min <= q_max)
+        every = (q_min == q_max) & (kv_min == kv_max) & (q_min == kv_min)
+        return Relation(Named(some, axes), Named(every, axes))
+
+
+@_dataclass(data=("mask",))
+class DenseMask:
+    """Keeps the pairs where a boolean array of any broadcast shape is True."""
+
+    mask: Any
+
+    def keep(self, q, kv, q_pos):
+        del q, kv, q_pos
+        return self.mask
+
+    def block_relation(self, block_q: int, block_kv: int) -> Relation:
+        blocks = {"t": block_q, "s": block_kv}
+        mask = self.mask.squeezed()
+        axes = tuple(a for a in mask.axes if a not in ("t", "s"))
+        some, every = (
+            _reduced(_blocked(mask, blocks, fill), function, ("t", "s"))
+            for fill, function in ((False, jnp.any), (True, jnp.all))
+        )
+        axes = (*axes, "i", "j")
+        return Relation(Named(some.to(axes), axes), Named(every.to(axes), axes))
+
+
+Atom = Window | Lengths | SegmentIds | DenseMask
+
+
+def block_table(relations: list[Relation], along: str, size: int) -> Range:
+    """The AND of relations as ranges of blocks along `i` or `j`.
+
+    Args:
+      relations: at least one.
+      along: the axis that is looped over; the table keeps the other.
+      size: number of blocks along it.
+
+    Returns:
+      A `Range` of `Named` int32 arrays with the batch axes of the relations and the
+      other block axis. `need` is the hull of the blocks with something to do, `full`
+      the first run of blocks in which every pair is kept.
+    """
+    names = (a for r in relations for a in r.some.axes if a not in ("i", "j"))
+    batch = tuple(dict.fromkeys(names))
+    other = "j" if along == "i" else "i"
+    axes = (*batch, other, along)
+    some, every = True, True
+    for relation in relations:
+        some = some & relation.some.to(axes)
+        every = every & relation.all.to(axes)
+    shape = (*some.shape[:-1], size)
+    some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
+    index = jnp.arange(size, dtype=jnp.int32)
+    need_lo = jnp.min(jnp.where(some, index, size), axis=-1)
+    need_hi = jnp.max(jnp.where(some, index + 1, 0), axis=-1)
+    full_lo = jnp.min(jnp.where(every, index, size), axis=-1)
+    ends = ~every & (index >= full_lo[..., None])
+    full_hi = jnp.min(jnp.where(ends, index, size), axis=-1)
+    table = Range(need_lo, full_lo, full_hi, need_hi) & everything(0, size)
+    # An axis of size 1 is one that every relation broadcasts over.
+    kept = (*batch, None if shape[-2] == 1 else other)
+    return Range(*(Named(x, kept) for x in table))

@@ -1,0 +1,112 @@
+"""AttentionSpec: everything about a call that is not query, key or value.
+
+One frozen tree in three lives: of `Named` arrays where operands are laid out, of `View`s
+(named Refs) at the start of a kernel, of loaded blocks in its loop. Backends walk it
+leaf by leaf and never name a feature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from pallas_kernels.core import mask as mask_lib
+from pallas_kernels.core.mask import Atom, Lengths, Range
+from pallas_kernels.core.score import Score
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Score, mask atoms and positions of an attention call.
+
+    Attributes:
+      score: how q.k becomes a score (static).
+      masks: the mask atoms; a pair is kept when all keep it.
+      offset: position of query row 0 (static part); key row 0 stands at 0.
+      traced_offset: int32 scalar added to it, or None.
+      kv_table: for each query block, the `Range` of key blocks that the data-dependent
+        atoms allow (None without any); `q_table` is its twin for key blocks.
+    """
+
+    score: Score = dataclasses.field(metadata={"static": True})
+    masks: tuple[Atom, ...] = ()
+    offset: int = dataclasses.field(default=0, metadata={"static": True})
+    traced_offset: Any = None
+    kv_table: Range | None = None
+    q_table: Range | None = None
+
+    @property
+    def start(self):
+        """Position of query row 0."""
+        if self.traced_offset is None:
+            return self.offset
+        return self.traced_offset + self.offset
+
+    def keep(self, q, kv) -> jax.Array | None:
+        """Which pairs are kept, or None for all.
+
+        Args:
+          q, kv: int32 row numbers that broadcast against each other; array fields of
+            the spec must hold the matching blocks.
+        """
+        q_pos = q + self.start
+        kept = None
+        for atom in self.masks:
+            more = atom.keep(q, kv, q_pos)
+            if more is not None:
+                kept = more if kept is None else kept & more
+        return kept
+
+    def kv_limit(self, size: int):
+        """Key rows at or beyond this are padding: their values must not be touched."""
+        return self._limit("key_value", size)
+
+    def q_limit(self, size: int):
+        return self._limit("query", size)
+
+    def _limit(self, side: str, size: int):
+        lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
+        lengths = [length for length in lengths if length is not None]
+        return functools.reduce(mask_lib.minimum, lengths, size)
+
+    def with_end(self, kv_size: int) -> AttentionSpec:
+        """Also masks key rows beyond the array, for a last block that overhangs it."""
+        end = Lengths(key_value=kv_size)
+        return dataclasses.replace(self, masks=(*self.masks, end))
+
+    def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
+        """The range of key blocks that the query rows [q_lo, q_hi) look at."""
+        return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv, self.kv_table)
+
+    def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Range:
+        """The range of query blocks that look at the key rows [kv_lo, kv_hi)."""
+        return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q, self.q_table)
+
+    def _blocks(self, method, lo, hi, size: int, block: int, table) -> Range:
+        rows = mask_lib.everything(0, size)
+        for atom in self.masks:
+            if hasattr(atom, method):
+                rows = rows & getattr(atom, method)(lo, hi, self.start, size)
+        blocks = rows.blocks(block, size)
+        return blocks if table is None else blocks & table
+
+    def with_tables(
+        self, block_q: int, block_kv: int, q_size: int, kv_size: int
+    ) -> AttentionSpec:
+        """Adds the block tables of the data-dependent atoms (fields hold `Named`)."""
+        relations = [
+            atom.block_relation(block_q, block_kv)
+            for atom in self.masks
+            if hasattr(atom, "block_relation")
+        ]
+        if not relations:
+            return self
+        return dataclasses.replace(
+            self,
+            kv_table=mask_lib.block_table(relations, "j", -(-kv_size // block_kv)),
+            q_table=mask_lib.block_table(relations, "i", -(-q_size // block_q)),
+        )

@@ -1,0 +1,107 @@
+"""Backend "triton": Pallas kernels that lower to XLA's Triton custom call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import configs
+from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.triton import support
+from pallas_kernels.triton.backward import dkv, dq
+from pallas_kernels.triton.forward import forward as forward_kernel
+
+MAX_HEAD_SIZE = 256
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+lowering_context = support.no_deprecation_warning
+
+
+def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
+    """Why this backend cannot serve a call here and now, or None."""
+    interpret = config is not None and config.interpret
+    platform = support.platform()
+    if platform != "cuda" and not interpret:
+        return (
+            f"its kernels run on NVIDIA GPUs and this is {platform!r} "
+            "(config=Config(interpret=True) runs them slowly on any platform)"
+        )
+    if not interpret and support.capability() < 80:
+        return f"compute capability {support.capability() / 10} is below 8.0"
+    if dtype not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
+    if max(head_sizes) > MAX_HEAD_SIZE:
+        return f"head size {max(head_sizes)} is above {MAX_HEAD_SIZE}"
+    return None
+
+
+def _options(kernel: str, config, precision, operands) -> dict:
+    size = sizes(operands)
+    dtype = operands[0].dtype
+    blocks = configs.choose(
+        kernel,
+        config,
+        rows=(size["t"], size["s"]),
+        heads=(configs.padded(size["h"]), configs.padded(size["d"])),
+        itemsize=jnp.dtype(dtype).itemsize,
+        limit=support.shared_memory_limit(),
+    )
+    # For bfloat16 and float16 the products are exact in float32 either way.
+    if dtype != jnp.float32 or precision is None:
+        precision = lax.Precision.DEFAULT
+    interpret = config is not None and config.interpret
+    return {"blocks": blocks, "precision": precision, "interpret": interpret}
+
+
+def _run(kernel, name: str, q, k, v, spec: AttentionSpec, *rest, config, precision):
+    options = _options(name, config, precision, [q, k, v])
+    blocks, size = options["blocks"], sizes([q, k])
+    spec = spec.with_tables(blocks.block_q, blocks.block_kv, size["t"], size["s"])
+    return kernel(q, k, v, spec, *rest, **options)
+
+
+def _delta_struct(operands, lse: Named) -> Named:
+    """Like lse, with every batch axis: any of o, do and dlse may be mapped alone."""
+    size = sizes(operands)
+    axes = (*(a for a in batch_axes(operands) if a not in lse.axes), *lse.axes)
+    return Named(jax.ShapeDtypeStruct([size[a] for a in axes], lse.dtype), axes)
+
+
+def forward(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    outputs: tuple[Named, Named],
+    *,
+    config: configs.Config | None,
+    precision,
+) -> tuple[jax.Array, ...]:
+    """Output and log-sum-exp, with the shapes, dtypes and axes of `outputs`."""
+    options = {"config": config, "precision": precision}
+    return _run(forward_kernel, "forward", q, k, v, spec, outputs, **options)
+
+
+def backward(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named, Named],
+    outputs: tuple[Named, Named, Named],
+    *,
+    config: configs.Config | None,
+    precision,
+) -> tuple[jax.Array, ...]:
+    """Gradients of q, k and v from `saved`: o, lse, do and dlse."""
+    options = {"config": config, "precision": precision}
+    o, lse, do, dlse = saved
+    delta = _delta_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
+    grad_q, delta_array = _run(
+        dq, "dq", q, k, v, spec, saved, (outputs[0], delta), **options
+    )
+    saved = (lse, Named(delta_array, delta.axes), do)
+    grads_kv = _run(dkv, "dkv", q, k, v, spec, saved, outputs[1:], **options)
+    return grad_q, *grads_kv

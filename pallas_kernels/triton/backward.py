@@ -1,0 +1,172 @@
+"""The backward kernels (Dao 2023, algorithm 2), split by what a program owns.
+
+`dkv`: one program per block of key rows, grid (key blocks, key/value heads, batch axes).
+It holds k and v, loops over the query heads of its group and over the blocks of queries
+that look at its keys, and sums dk and dv in registers: with grouped queries nothing is
+summed outside. Scores are computed transposed, [keys, queries], so that p^T and ds^T
+are the left operands of their products, which may come from registers.
+Shared memory: k, v [block_kv, ...] and num_stages times q, do [block_q, ...].
+
+`dq`: one program per block of query rows, the forward's loop with dq as its sum.
+Shared memory: q, do [block_q, ...] and num_stages times k, v [block_kv, ...].
+
+Two kernels instead of one with atomic additions to dq: seven products instead of five,
+but the sums have one order, so that the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.triton import memory, program
+
+
+def dkv(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named],
+    outputs: tuple[Named, Named],
+    *,
+    blocks: Blocks,
+    precision,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Gradients of key and value.
+
+    Args:
+      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      saved: lse and delta (axis `t` among others), and do (`t d`).
+      outputs: shape structs of dk and dv.
+    """
+    layout = memory.Layout(
+        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
+        parallel="s",
+        heads="k",
+        blocks=blocks,
+    )
+
+    def kernel(q, k, v, spec, saved, outputs):
+        lse, delta, do = saved
+        spec, where = program.key_program(spec, layout)
+        k_block = k.load(("s", "h"), where)
+        v_block = v.load(("s", "d"), where)
+
+        def head(g, state):
+            head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
+
+            def visit(masked, i, state):
+                dk, dv = state
+                here = program.visit_at(head_spec, head_where, layout, masked, "t", i)
+                q_block = q.load(("t", "h"), here)
+                qk = flash2.dot(k_block, q_block, "nt", precision)
+                x, unit = program.scores(head_spec, qk, masked, here, ("s", "t"))
+                lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))
+                p = flash2.probabilities(x, unit, lse_log2)
+                do_block = do.load(("t", "d"), here)
+                dv = dv + flash2.dot(p.astype(do.dtype), do_block, "nn", precision)
+                dp = flash2.dot(v_block, do_block, "nt", precision)
+                ds = flash2.score_gradient(p, dp, delta.load(("s", "t"), here))
+                dqk = head_spec.score.gradient(ds)
+                dk = dk + flash2.dot(dqk.astype(q.dtype), q_block, "nn", precision)
+                return dk, dv
+
+            return q_blocks.fold(visit, state)
+
+        state = tuple(
+            jnp.zeros((blocks.block_kv, where[name].size), jnp.float32)
+            for name in ("h", "d")
+        )
+        if layout.group == 1:
+            dk, dv = head(0, state)
+        else:
+            dk, dv = lax.fori_loop(np.int32(0), np.int32(layout.group), head, state)
+        dk = dk * spec.score.gradient_unit
+        where["s"] = layout.rows_at("s", where["s"].start)
+        for view, value in zip(outputs, (dk, dv), strict=True):
+            view.store(value, where)
+
+    return memory.call(
+        kernel,
+        layout,
+        (q, k, v, spec, saved),
+        outputs,
+        name="flash2_dkv",
+        blocks=blocks,
+        interpret=interpret,
+    )
+
+
+def dq(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named, Named],
+    outputs: tuple[Named, Named],
+    *,
+    blocks: Blocks,
+    precision,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Gradient of query, and the delta that `dkv` needs.
+
+    Args:
+      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      saved: o and do (axes `t d` among others), lse and dlse (`t`): (o, lse, do, dlse).
+      outputs: shape structs of dq and delta (as lse).
+    """
+    layout = memory.Layout(
+        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
+        parallel="t",
+        heads="n",
+        blocks=blocks,
+    )
+
+    def kernel(q, k, v, spec, saved, outputs):
+        o, lse, do, dlse = saved
+        dq_out, delta_out = outputs
+        spec, where, kv_blocks = program.query_program(spec, layout)
+        q_block = q.load(("t", "h"), where)
+        do_block = do.load(("t", "d"), where)
+        lse_block = lse.load(("t",), where)
+        delta = flash2.delta(
+            o.load(("t", "d"), where), lse_block, do_block, dlse.load(("t",), where)
+        )
+        lse_log2 = flash2.lse_log2(lse_block)[:, None]
+
+        def visit(masked, j, dq):
+            here = program.visit_at(spec, where, layout, masked, "s", j)
+            k_block = k.load(("s", "h"), here)
+            v_block = v.load(("s", "d"), here)
+            qk = flash2.dot(q_block, k_block, "nt", precision)
+            x, unit = program.scores(spec, qk, masked, here, ("t", "s"))
+            p = flash2.probabilities(x, unit, lse_log2)
+            dp = flash2.dot(do_block, v_block, "nt", precision)
+            ds = flash2.score_gradient(p, dp, delta[:, None])
+            dqk = spec.score.gradient(ds)
+            return dq + flash2.dot(dqk.astype(k.dtype), k_block, "nn", precision)
+
+        dq = jnp.zeros((blocks.block_q, where["h"].size), jnp.float32)
+        dq = kv_blocks.fold(visit, dq) * spec.score.gradient_unit
+        where["t"] = layout.rows_at("t", where["t"].start)
+        dq_out.store(dq, where)
+        delta_out.store(delta, where)
+
+    return memory.call(
+        kernel,
+        layout,
+        (q, k, v, spec, saved),
+        outputs,
+        name="flash2_dq",
+        blocks=blocks,
+        interpret=interpret,
+    )

@@ -1,0 +1,81 @@
+"""The forward kernel: one program per block of query rows (Dao 2023, algorithm 1).
+
+Grid: (query blocks, query heads, batch axes). A program loads its block of queries once,
+then loops over the blocks of keys and values that its rows need. Its warps divide the
+query rows and share the keys and values, so that no partial result passes between them
+through shared memory (section 3.3); the layout is Triton's for chained products.
+
+Shared memory: q [block_q, H] and num_stages times k [block_kv, H], v [block_kv, Hv].
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.triton import memory, program
+
+
+def forward(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    outputs: tuple[Named, Named],
+    *,
+    blocks: Blocks,
+    precision,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Output and log-sum-exp.
+
+    Args:
+      q, k, v: operands, axes `t h`, `s h`, `s d` among others.
+      spec: of `Named` arrays, with the tables for these blocks.
+      outputs: shape structs of o (axes `t d` among others) and lse (`t`).
+      blocks: block sizes.
+      precision: of float32 products.
+      interpret: run in Pallas's interpreter.
+    """
+    layout = memory.Layout(
+        [q, k, v, *jax.tree.leaves(spec), *outputs],
+        parallel="t",
+        heads="n",
+        blocks=blocks,
+    )
+
+    def kernel(q, k, v, spec, outputs):
+        spec, where, kv_blocks = program.query_program(spec, layout)
+        q_block = q.load(("t", "h"), where)
+
+        def visit(masked, j, state):
+            here = program.visit_at(spec, where, layout, masked, "s", j)
+            k_block = k.load(("s", "h"), here)
+            qk = flash2.dot(q_block, k_block, "nt", precision)
+            x, unit = program.scores(spec, qk, masked, here, ("t", "s"))
+            v_block = v.load(("s", "d"), here)
+
+            def product(p):
+                return flash2.dot(p.astype(v_block.dtype), v_block, "nn", precision)
+
+            return flash2.step(state, x, unit, product)
+
+        state = flash2.init(blocks.block_q, where["d"].size)
+        values = flash2.finish(kv_blocks.fold(visit, state))
+        # Rows beyond a query length are results too (0 and -inf); the array's end is not.
+        where["t"] = layout.rows_at("t", where["t"].start)
+        for view, value in zip(outputs, values, strict=True):
+            view.store(value, where)
+
+    return memory.call(
+        kernel,
+        layout,
+        (q, k, v, spec),
+        outputs,
+        name="flash2_forward",
+        blocks=blocks,
+        interpret=interpret,
+    )

@@ -1,0 +1,222 @@
+"""From named axes to Pallas: grids, BlockSpecs, and blocks loaded from Refs.
+
+The grid is the union of the axes that are not looped over inside a kernel; an operand's
+BlockSpec follows from the names of its axes. Inside a kernel an operand is a `View`, a
+Ref whose remaining axes have names: a kernel asks for the axes it wants and the rows of
+each, and a `View` that lacks an axis answers with something that broadcasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.configs import Blocks, padded
+from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.triton import support
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A block of an axis: `size` elements from `start`; None from `limit` on exist."""
+
+    start: Any
+    size: int
+    limit: Any = None
+
+    @property
+    def numbers(self) -> jax.Array:
+        return self.start + jax.lax.iota(jnp.int32, self.size)
+
+    @classmethod
+    def whole(cls, size: int) -> Rows:
+        """A whole (head) axis, padded to a power of two."""
+        full = padded(size)
+        return cls(0, full, None if full == size else size)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A Ref in a kernel and the names of its axes."""
+
+    ref: Any
+    axes: tuple[str, ...]
+
+    @property
+    def dtype(self):
+        return self.ref.dtype
+
+    def _index(self, where: Mapping[str, Any], order: tuple[str, ...]):
+        """Index of the Ref, the axes of the result, and the mask of what exists."""
+        index, kept, mask = [], [], None
+        for name in self.axes:
+            rows = where[name]
+            if isinstance(rows, Rows):
+                kept.append(name)
+                rows = pl.ds(rows.start, rows.size)
+            index.append(rows)
+        for name in kept:
+            rows = where[name]
+            if rows.limit is not None:
+                exists = rows.numbers < rows.limit
+                others = [i for i, other in enumerate(kept) if other != name]
+                exists = jnp.expand_dims(exists, others)
+                mask = exists if mask is None else mask & exists
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, [where[name].size for name in kept])
+        if any(name not in order for name in kept):
+            raise ValueError(f"{self.axes=} do not fit {order=}")
+        return tuple(index), kept, mask
+
+    def load(self, order: tuple[str, ...], where: Mapping[str, Any]) -> jax.Array:
+        """The block at `where` with axes `order`, of size 1 where there is none.
+
+        Args:
+          order: names of the axes of the result.
+          where: for each axis of the view, `Rows` or a scalar index; elements beyond a
+            limit are loaded as zero, whatever lies there.
+        """
+        index, kept, mask = self._index(where, order)
+        if not kept:
+            return self.ref[index]
+        other = None
+        if mask is not None:
+            other = False if self.dtype == jnp.bool_ else 0
+        x = support.load(self.ref.at[index], mask=mask, other=other)
+        wanted = [name for name in order if name in kept]
+        x = x if wanted == kept else jnp.transpose(x, [kept.index(a) for a in wanted])
+        missing = [i for i, name in enumerate(order) if name not in kept]
+        return jnp.expand_dims(x, missing) if missing else x
+
+    def store(self, value: jax.Array, where: Mapping[str, Any]) -> None:
+        """Writes a block, cast to the dtype of the Ref, up to the limits of `where`."""
+        order = tuple(name for name in self.axes if isinstance(where[name], Rows))
+        index, _, mask = self._index(where, order)
+        support.store(self.ref.at[index], value.astype(self.dtype), mask=mask)
+
+
+def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
+    """Loads every `View` of a tree whose axes `where` covers; leaves the others."""
+
+    def load(leaf):
+        if isinstance(leaf, View) and all(name in where for name in leaf.axes):
+            return leaf.load(order, where)
+        return leaf
+
+    return jax.tree.map(load, tree)
+
+
+class Layout:
+    """The grid of a kernel, and where each operand's block lies in it.
+
+    Args:
+      operands: every operand, `Named`.
+      parallel: the axis that programs divide among them: `t` or `s`.
+      heads: the head axis of the grid: `n`, or `k` for a kernel that loops over the
+        query heads of a group.
+      blocks: block sizes.
+    """
+
+    def __init__(self, operands, parallel: str, heads: str, blocks: Blocks):
+        size = sizes(operands)
+        self.size = size
+        self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
+        self.num_blocks = pl.cdiv(size[parallel], self.rows[parallel])
+        # Programs run in the order of the grid, first axis fastest: those that share
+        # keys and values (blocks of one head, heads of one group) run together.
+        names = [heads] if heads in size else []
+        names += reversed(batch_axes(operands))
+        self.names = (parallel, *names)
+        self.grid = (self.num_blocks, *(size[name] for name in names))
+        self.heads = heads
+
+    def rows_at(self, name: str, start, limit=None) -> Rows:
+        """The block of `t` or `s` that starts at `start`.
+
+        Args:
+          limit: rows from it on are padding; None for the end of the axis.
+        """
+        size, block = self.size[name], self.rows[name]
+        limit = size if limit is None else limit
+        exact = isinstance(limit, int) and limit == size and size % block == 0
+        return Rows(start, block, None if exact else limit)
+
+    def block_spec(self, operand: Named) -> tuple[pl.BlockSpec, tuple[str, ...]]:
+        """The BlockSpec of an operand and the names of the axes that stay in it."""
+        shape: list[int | None] = []
+        kept: list[str] = []
+        places: list[Callable] = []
+        for name, size in zip(operand.axes, operand.shape, strict=True):
+            place, block = (lambda ids: 0), None
+            if name in ("t", "s", "i", "j"):
+                block = size
+            elif name in ("h", "d"):
+                block = padded(size)
+            elif name == "n" and self.heads == "k" and "k" in self.size:
+                block, place = self.group, lambda ids: ids["k"]
+            elif name == "k" and self.heads == "n":
+                place = lambda ids: ids["n"] // self.group  # noqa: E731
+            elif name is not None:
+                place = functools.partial(lambda name, ids: ids[name], name)
+            shape.append(block)
+            places.append(place)
+            if block is not None:
+                kept.append(str(name))
+
+        def index_map(*ids):
+            named = dict(zip(self.names, ids, strict=True))
+            return tuple(place(named) for place in places)
+
+        return pl.BlockSpec(tuple(shape), index_map), tuple(kept)
+
+
+def call(
+    kernel: Callable,
+    layout: Layout,
+    inputs,
+    outputs,
+    *,
+    name: str,
+    blocks: Blocks,
+    interpret: bool,
+):
+    """Runs `kernel(inputs, outputs)`, trees of `View`, over the layout's grid.
+
+    Args:
+      kernel: reads and writes its views; returns nothing.
+      layout: the grid.
+      inputs: tree of `Named` arrays.
+      outputs: tuple of `Named` shape structs.
+      name: of the kernel in profiles and dumps.
+      blocks: warps and stages.
+      interpret: run in Pallas's interpreter.
+
+    Returns:
+      A tuple of arrays like `outputs`.
+    """
+    operands, tree = jax.tree.flatten(inputs)
+    specs, kept = zip(*map(layout.block_spec, (*operands, *outputs)), strict=True)
+
+    def body(*refs):
+        views = list(map(View, refs, kept))
+        kernel(*tree.unflatten(views[: len(operands)]), tuple(views[len(operands) :]))
+
+    body.__name__ = body.__qualname__ = name
+    results = support.pallas_call(
+        body,
+        grid=layout.grid,
+        in_specs=list(specs[: len(operands)]),
+        out_specs=list(specs[len(operands) :]),
+        out_shape=[output.value for output in outputs],
+        blocks=blocks,
+        interpret=interpret,
+        name=name,
+    )(*(operand.value for operand in operands))
+    return tuple(results)

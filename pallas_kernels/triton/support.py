@@ -1,0 +1,76 @@
+"""What differs between JAX versions, and what must be asked of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import configs
+
+load = plgpu.load
+store = plgpu.store
+
+_CAPABILITY = {  # of devices known by name only, when lowering without a GPU
+    "A100": 80,
+    "A10": 86,
+    "L4": 89,
+    "H100": 90,
+    "H200": 90,
+    "GH200": 90,
+    "B200": 100,
+}
+
+
+@contextlib.contextmanager
+def no_deprecation_warning():
+    """Hides upstream's note that its Triton backend is deprecated (JAX >= 0.11)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="The Pallas Triton backend is deprecated"
+        )
+        yield
+
+
+def abstract_device():
+    """The device that an abstract mesh in scope stands for, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return getattr(mesh, "abstract_device", None)
+
+
+def platform() -> str:
+    """Where the program that is being traced will run: "cuda", "cpu", ..."""
+    device = abstract_device()
+    if device is not None and device.platform is not None:
+        return device.platform
+    name = jax.default_backend()
+    if name == "gpu":
+        version = jax.devices()[0].client.platform_version
+        return "rocm" if "rocm" in version.lower() else "cuda"
+    return name
+
+
+def capability() -> int:
+    """Compute capability of the GPU, times ten; 90 where there is none to ask."""
+    device = abstract_device()
+    if device is not None and device.device_kind:
+        words = device.device_kind.replace("-", " ").split()
+        return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
+    if jax.default_backend() != "gpu":
+        return 90
+    return int(float(jax.devices()[0].compute_capability) * 10 + 0.5)
+
+
+def shared_memory_limit() -> int:
+    """Shared memory in bytes that a block may use on the GPU."""
+    return configs.SHARED_MEMORY.get(capability(), configs.SMALLEST_SHARED_MEMORY)
+
+
+def pallas_call(kernel, *, blocks: configs.Blocks, interpret: bool, **kwargs):
+    params = plgpu.CompilerParams(
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages
+    )
+    return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, **kwargs)
