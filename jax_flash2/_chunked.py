@@ -89,7 +89,7 @@ class _Plan:
                 (0, rows.get(name, size) - size)
                 for name, size in zip(x.axes, x.shape, strict=True)
             ]
-            return Named(jnp.pad(x.value, width), x.axes)
+            return Named(jnp.pad(x.value, width), x.axes) if any(map(sum, width)) else x
 
         return jax.tree.map(pad, tree)
 

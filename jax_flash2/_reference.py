@@ -46,6 +46,8 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     o = jnp.matmul(
         p.astype(v.dtype), v, precision=precision, preferred_element_type=dtype
     )
+    # So that cotangents of rows without keys, padding among them, end here.
+    o = jnp.where(any_kept[:, None], o, 0.0)
     return o.astype(v.dtype), jnp.where(any_kept, lse, -jnp.inf)
 
 

@@ -9,7 +9,6 @@ each, and a `View` that lacks an axis answers with something that broadcasts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,6 +111,17 @@ def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
     return jax.tree.map(load, tree)
 
 
+def _first(ids: Mapping[str, Any]):
+    """The place in an axis that programs do not divide."""
+    del ids
+    return 0
+
+
+def _program(name: str, group: int = 1) -> Callable[[Mapping[str, Any]], Any]:
+    """The place given by grid axis `name`; `group` programs share one."""
+    return lambda ids: ids[name] // group if group > 1 else ids[name]
+
+
 class Layout:
     """The grid of a kernel, and where each operand's block lies in it.
 
@@ -154,17 +164,18 @@ class Layout:
         kept: list[str] = []
         places: list[Callable] = []
         for name, size in zip(operand.axes, operand.shape, strict=True):
-            place, block = (lambda ids: 0), None
+            block, place = None, _first
             if name in ("t", "s", "i", "j"):
                 block = size
             elif name in ("h", "d"):
                 block = padded(size)
-            elif name == "n" and self.heads == "k" and "k" in self.size:
-                block, place = self.group, lambda ids: ids["k"]
+            elif name == "n" and self.heads == "k":
+                block = self.group if self.group > 1 else None
+                place = _program("k")
             elif name == "k" and self.heads == "n":
-                place = lambda ids: ids["n"] // self.group  # noqa: E731
+                place = _program("n", self.group)
             elif name is not None:
-                place = functools.partial(lambda name, ids: ids[name], name)
+                place = _program(name)
             shape.append(block)
             places.append(place)
             if block is not None:

@@ -1,0 +1,293 @@
+"""What every comparison shares: shapes, the reference, timing, the ceiling."""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Another framework uses the same GPU: JAX takes memory as it needs it. Read when JAX
+# first looks for devices.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# The results of each pass. Backward takes what the forward left; it is timed alone.
+PASSES = {
+    "forward": ("out",),
+    "backward": ("dq", "dk", "dv"),
+    "forward_backward": ("out", "dq", "dk", "dv"),
+}
+_FLOPS = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
+
+# A peer is wrong if a row of a result is off by more than this part of its length. A
+# correct one rounds a few times: some eps of the dtype, of TF32 for float32 on a GPU.
+TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Self-attention: query [batch, length, heads, head_size], kv_heads <= heads."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    causal: bool
+    dtype: str
+
+    @property
+    def group(self) -> int:
+        """Query heads to a key/value head."""
+        return self.heads // self.kv_heads
+
+    def flops(self, which: str) -> float:
+        """Floating-point operations of a pass, as the FlashAttention papers count.
+
+        Forward `4 B T T N H`, half of it when causal; backward 2.5 times the forward.
+        """
+        forward = 4 * self.batch * self.length**2 * self.heads * self.head_size
+        return _FLOPS[which] * forward / (2 if self.causal else 1)
+
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtype of query, key, value and the output's gradient."""
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [
+            jax.ShapeDtypeStruct(
+                (self.batch, self.length, n, self.head_size), jnp.dtype(self.dtype)
+            )
+            for n in heads
+        ]
+
+    def operands(self, seed: int = 0) -> list[jax.Array]:
+        """Random normal query, key, value and output gradient, made on the device."""
+
+        @jax.jit
+        def make(key):
+            keys = jax.random.split(key, 4)
+            return [
+                jax.random.normal(key, x.shape).astype(x.dtype)
+                for key, x in zip(keys, self.structs(), strict=True)
+            ]
+
+        return jax.block_until_ready(make(jax.random.key(seed)))
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}"
+        if self.group > 1:
+            heads += f" ({self.kv_heads})"
+        causal = " causal" if self.causal else ""
+        return f"{self.batch} x {self.length}, {heads} x {self.head_size}{causal}"
+
+
+def is_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def checked_heads(shape: Shape, name: str) -> int:
+    """How many of the last heads of a result are compared with the reference."""
+    return shape.group if name in ("out", "dq") else 1
+
+
+def reference(shape: Shape, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+    """Exact results for the last key/value head of the last batch entry.
+
+    In float32 with products in full float32, over whole rows of scores, some query rows
+    at a time: memory is linear in the length.
+
+    Returns:
+      out and dq [T, N / K, H], dk and dv [T, 1, H].
+    """
+    q, do = (x[-1, :, -shape.group :].astype(jnp.float32) for x in operands[::3])
+    k, v = (x[-1, :, -1].astype(jnp.float32) for x in operands[1:3])
+    out, dq, dk, dv = jax.device_get(_reference(q, k, v, do, causal=shape.causal))
+    return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def _reference(q, k, v, do, *, causal: bool):
+    length, group, head_size = q.shape
+    rows = math.gcd(length, 512)
+    scale = head_size**-0.5
+    product = functools.partial(jnp.einsum, precision="highest")
+
+    def block(gradients, start):
+        dk, dv = gradients
+        q_rows, do_rows = (
+            jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (q, do)
+        )
+        scores = scale * product("tgh,sh->gts", q_rows, k)
+        if causal:
+            positions = start + jnp.arange(rows)
+            kept = positions[:, None] >= jnp.arange(length)
+            scores = jnp.where(kept, scores, -jnp.inf)
+        p = jax.nn.softmax(scores)
+        out = product("gts,sh->tgh", p, v)
+        dp = product("tgh,sh->gts", do_rows, v)
+        ds = scale * p * (dp - jnp.sum(p * dp, -1, keepdims=True))
+        dk += product("gts,tgh->sh", ds, q_rows)
+        dv += product("gts,tgh->sh", p, do_rows)
+        return (dk, dv), (out, product("gts,sh->tgh", ds, k))
+
+    zeros = (jnp.zeros_like(k), jnp.zeros_like(v))
+    (dk, dv), blocks = jax.lax.scan(block, zeros, jnp.arange(0, length, rows))
+    out, dq = (x.reshape(length, group, head_size) for x in blocks)
+    return out, dq, dk, dv
+
+
+def row_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest `|got - want| / |want|` of a row, rows being the last axis.
+
+    A row shorter than the median one counts as if it were as long: what cancels to
+    nearly nothing cannot be exact. inf if anything is NaN.
+    """
+    size = np.linalg.norm(want, axis=-1)
+    size = np.maximum(size, np.median(size))
+    error = np.linalg.norm(got - want, axis=-1) / np.maximum(size, 1e-30)
+    return float(error.max()) if np.isfinite(error).all() else math.inf
+
+
+def check(
+    got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], dtype: str
+) -> dict:
+    """Errors of the results in `got`, as the part of a row that tells them.
+
+    Returns:
+      row_error and max_abs_error by result (None: not finite), and `wrong`.
+    """
+    relative = {name: row_error(x, want[name]) for name, x in got.items()}
+    absolute = {name: float(np.abs(x - want[name]).max()) for name, x in got.items()}
+
+    def finite(errors):
+        return {name: x if math.isfinite(x) else None for name, x in errors.items()}
+
+    return {
+        "row_error": finite(relative),
+        "max_abs_error": finite(absolute),
+        "wrong": max(relative.values()) > TOLERANCE[dtype],
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A pass of a peer, compiled, with its operands.
+
+    Attributes:
+      call: starts it; its results, maybe not there yet.
+      wait: returns when the results are there.
+      results: what `reference` gives, of the results of `call`, in float32.
+      memory: bytes: "temp", beyond operands and results, and "total"; None if unknown.
+      note: what a reader of its figures should know.
+    """
+
+    call: Callable[[], object]
+    wait: Callable[[object], object]
+    results: Callable[[object], dict[str, np.ndarray]]
+    memory: dict[str, int | None]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds a call in each round; a round is a batch of `calls` calls."""
+
+    calls: int
+    seconds: list[float]
+
+    def row(self) -> dict:
+        return {
+            "seconds": statistics.median(self.seconds),
+            "seconds_min": min(self.seconds),
+            "seconds_max": max(self.seconds),
+            "timings": self.seconds,
+            "calls": self.calls,
+        }
+
+
+def _seconds(program: Program, calls: int) -> float:
+    """Of a batch of calls, begun on an idle device and waited for at its end."""
+    begun = time.perf_counter()
+    for _ in range(calls):
+        results = program.call()
+    program.wait(results)
+    return time.perf_counter() - begun
+
+
+def time_interleaved(
+    programs: Mapping[str, Program], *, rounds: int, min_seconds: float = 0.03
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times programs side by side: in each round a batch of calls of every one.
+
+    The order turns by one a round, so that no program always follows the same other.
+
+    Args:
+      programs: by name.
+      rounds: batches of each program.
+      min_seconds: a batch is as many calls as take this long, one at least.
+
+    Returns:
+      Timings by name, and the failures of programs that did not get through.
+    """
+    calls, failures = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+
+    def attempt(name: str, count: int) -> float:
+        try:
+            return _seconds(programs[name], count)
+        except Exception as error:  # a peer's failure is a result, not the end
+            failures[name] = describe(error)
+            return math.nan
+
+    for name in programs:
+        attempt(name, 1)  # warms up
+        once = math.nan if name in failures else attempt(name, 1)
+        if once < min_seconds:  # too short to be told from its own start and end
+            few = min(10, math.ceil(min_seconds / once))
+            once = attempt(name, few) / few
+        if name not in failures:
+            calls[name] = max(1, math.ceil(min_seconds / once))
+    names = [name for name in programs if name not in failures]
+    for turn in range(rounds):
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            if name not in failures:
+                seconds[name].append(attempt(name, calls[name]) / calls[name])
+    timings = {n: Timing(calls[n], seconds[n]) for n in names if n not in failures}
+    return timings, failures
+
+
+def describe(error: Exception) -> str:
+    """A failure in one line: its first, cut; `not installed: ...` for an ImportError."""
+    first = next(iter(str(error).splitlines()), "")[:200]
+    if isinstance(error, ImportError):
+        return f"not installed: {first}"
+    return f"{type(error).__name__}: {first}"
+
+
+def matmul_tflops(size: int | None = None) -> float:
+    """TFLOP/s of a product of two square matrices: the practical ceiling here.
+
+    Of random normal bfloat16 matrices of size 8192 on a GPU, float32 of size 1024
+    elsewhere.
+    """
+    size = size or (8192 if is_gpu() else 1024)
+    dtype = jnp.bfloat16 if is_gpu() else jnp.float32
+
+    @jax.jit
+    def make(key):
+        return jax.random.normal(key, (size, size)).astype(dtype)
+
+    x, y = (make(jax.random.key(seed)) for seed in (0, 1))
+    product = jax.jit(jnp.matmul)
+    program = Program(
+        lambda: product(x, y), jax.block_until_ready, lambda out: {}, memory={}
+    )
+    timings, failures = time_interleaved({"matmul": program}, rounds=5)
+    if failures:
+        raise RuntimeError(failures["matmul"])
+    return 2 * size**3 / statistics.median(timings["matmul"].seconds) / 1e12

@@ -1,0 +1,114 @@
+"""The command line: flags that benchmarks share, defined where called; progress."""
+
+from absl import flags
+
+from benchmarks import records
+from benchmarks.harness import PASSES
+from benchmarks.peers import PEERS
+
+
+class _Integers(flags.ArgumentParser):
+    """`512,1k,1M` as [512, 1024, 1048576]."""
+
+    syntactic_help = "comma-separated integers; k is 1024, M is 1024 k"
+
+    def parse(self, argument):
+        if isinstance(argument, list):
+            return argument
+        return [self._integer(x.strip()) for x in argument.split(",")]
+
+    def _integer(self, text: str) -> int:
+        factor = {"k": 2**10, "M": 2**20}.get(text[-1:], 1)
+        value = int(text[:-1] if factor > 1 else text) * factor
+        if value < 1:
+            raise ValueError(f"{text!r} is not positive")
+        return value
+
+
+def integers(name: str, default: str, help: str) -> flags.FlagHolder:
+    serializer = flags.ListSerializer(",")
+    return flags.DEFINE(_Integers(), name, default, help, serializer=serializer)
+
+
+def files() -> tuple[flags.FlagHolder, flags.FlagHolder]:
+    """--results_dir and --commit."""
+    return (
+        flags.DEFINE_string(
+            "results_dir", records.RESULTS_DIR, "Where rows are appended."
+        ),
+        flags.DEFINE_string(
+            "commit", None, "Commit to record where the tree has no git of its own."
+        ),
+    )
+
+
+def peers(default: list[str]) -> flags.FlagHolder:
+    return flags.DEFINE_list(
+        "peers", default, f"Who takes part, of: {', '.join(PEERS)}."
+    )
+
+
+def chosen_peers(names: list[str]) -> list:
+    """The peers named.
+
+    Raises:
+      flags.ValidationError: for a name that there is none of.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise flags.ValidationError(
+            f"--peers: unknown {', '.join(unknown)}; there are {', '.join(PEERS)}"
+        )
+    return [PEERS[name] for name in names]
+
+
+def passes(default: list[str]) -> flags.FlagHolder:
+    holder = flags.DEFINE_list("passes", default, f"Of: {', '.join(PASSES)}.")
+    flags.register_validator(
+        "passes",
+        lambda names: set(names) <= set(PASSES),
+        message=f"each must be one of {', '.join(PASSES)}",
+    )
+    return holder
+
+
+def repeats(default: int) -> flags.FlagHolder:
+    return flags.DEFINE_integer(
+        "repeats", default, "Rounds over the peers; the median counts.", lower_bound=1
+    )
+
+
+def dtype(default: str) -> flags.FlagHolder:
+    return flags.DEFINE_enum(
+        "dtype", default, ["bfloat16", "float16", "float32"], "Of the operands."
+    )
+
+
+class Progress:
+    """A bar where tqdm is installed and there is a terminal; lines of text anywhere."""
+
+    def __init__(self, total: int, unit: str):
+        self._total, self._done, self._bar, self._print = total, 0, None, print
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        self._bar = tqdm(total=total, unit=unit, disable=None)  # None: by the terminal
+        self._print = tqdm.write
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def step(self, text: str) -> None:
+        """One more is done; says what."""
+        self._done += 1
+        self.say(f"[{self._done}/{self._total}] {text}")
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, text: str) -> None:
+        self._print(text)

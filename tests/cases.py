@@ -1,0 +1,192 @@
+"""The problems that tests and benchmarks share, each named once.
+
+A `Case` gives shapes and a function that makes the other arguments of `attention`.
+`small` shapes let the kernels run interpreted on a CPU: they span several blocks of 16,
+with a last block that overhangs. `full` ones are for compiled kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash2 import Blocks, Config
+
+Arguments = Callable[[np.random.Generator, "Case"], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of `attention`: shapes, and the arguments beyond query, key and value."""
+
+    name: str
+    arguments: Arguments = lambda rng, case: {}
+    batch: tuple[int, ...] = (2,)
+    t: int = 40
+    s: int = 40
+    n: int = 2
+    k: int = 2
+    h: int = 16
+    d: int = 16
+
+    def full(self) -> Case:
+        """The same with more rows, for compiled kernels and their larger blocks."""
+        return dataclasses.replace(self, t=self.t * 9 + 7, s=self.s * 9 + 7)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (
+            (*self.batch, self.t, self.n, self.h),
+            (*self.batch, self.s, self.k, self.h),
+            (*self.batch, self.s, self.k, self.d),
+        )
+
+    def inputs(self, dtype, seed: int = 0) -> tuple[tuple[jax.Array, ...], dict]:
+        """(query, key, value) and keyword arguments."""
+        rng = np.random.default_rng(seed)
+        arrays = tuple(
+            jnp.asarray(rng.standard_normal(shape), dtype) for shape in self.shapes
+        )
+        return arrays, self.arguments(rng, self)
+
+
+def _segments(rng, case: Case) -> dict:
+    """Sorted ids: documents packed one after another, other borders for each row."""
+
+    def ids(size):
+        borders = rng.random((*case.batch, size)) < 0.1
+        return np.cumsum(borders, axis=-1).astype(np.int32)
+
+    q = ids(case.t)
+    return {
+        "query_segment_ids": q,
+        "key_value_segment_ids": q if case.t == case.s else ids(case.s),
+    }
+
+
+def _unsorted_segments(rng, case: Case) -> dict:
+    return {
+        "query_segment_ids": rng.integers(0, 3, (*case.batch, case.t), np.int32),
+        "key_value_segment_ids": rng.integers(0, 4, (*case.batch, case.s), np.int32),
+    }
+
+
+def _lengths(rng, case: Case) -> dict:
+    return {
+        "query_seq_lengths": rng.integers(0, case.t + 1, case.batch, np.int32),
+        "key_value_seq_lengths": rng.integers(0, case.s + 1, case.batch, np.int32),
+    }
+
+
+def _mask(*axes: str) -> Arguments:
+    """A random mask with the given axes; the others are broadcast."""
+
+    def arguments(rng, case: Case) -> dict:
+        names = ("b", "n", "t", "s")
+        full = dict(zip(names, (*case.batch, case.n, case.t, case.s), strict=True))
+        shape = [full[a] if a in axes else 1 for a in names]
+        return {"mask": rng.random(shape) < 0.6}
+
+    return arguments
+
+
+def _block_mask(rng, case: Case) -> dict:
+    """A mask with wholly kept and wholly masked blocks, and rows that keep nothing."""
+    rows, columns = np.arange(case.t)[:, None], np.arange(case.s)[None, :]
+    return {"mask": ((rows // 16 + columns // 16) % 3 != 1) & (rows % 13 != 5)}
+
+
+def _traced_offset(rng, case: Case) -> dict:
+    offsets = rng.integers(-case.t // 2, case.s // 2, case.batch).astype(np.int32)
+    return {"is_causal": True, "query_offset": offsets}
+
+
+def _with(*functions: Arguments, **fixed) -> Arguments:
+    def arguments(rng, case: Case) -> dict:
+        made = dict(fixed)
+        for function in functions:
+            made |= function(rng, case)
+        return made
+
+    return arguments
+
+
+CASES = [
+    Case("plain"),
+    Case("plain_exact_blocks", t=32, s=48),
+    Case("cross", t=19, s=50),
+    Case("one_query", t=1, s=33),
+    Case("one_key", t=21, s=1),
+    Case("causal", _with(is_causal=True)),
+    Case("causal_more_keys", _with(is_causal=True, query_offset=13), t=20, s=33),
+    Case("causal_more_queries", _with(is_causal=True, query_offset=-11), t=44, s=33),
+    Case("causal_offset_scalar", _with(is_causal=True, query_offset=np.int32(7))),
+    Case("causal_offset_batch", _traced_offset, t=37, s=45),
+    Case("window", _with(local_window_size=(5, 9))),
+    Case("window_left", _with(local_window_size=(18, None)), t=33, s=50),
+    Case("window_causal", _with(local_window_size=20, is_causal=True)),
+    Case("window_offset", _with(_traced_offset, local_window_size=(17, 3))),
+    Case("window_empty_rows", _with(local_window_size=(3, 3), query_offset=30)),
+    Case("gqa", _with(is_causal=True), n=6, k=2),
+    Case("mqa", n=4, k=1, t=25, s=37),
+    Case("lengths", _lengths, batch=(4,)),
+    Case("lengths_causal", _with(_lengths, is_causal=True), batch=(4,), n=4),
+    Case("key_lengths", lambda rng, case: {"key_value_seq_lengths": np.int32([0, 33])}),
+    Case("segments", _segments),
+    Case("segments_causal_gqa", _with(_segments, is_causal=True), n=4),
+    Case("segments_cross", _segments, t=29, s=47),
+    Case("segments_unsorted", _unsorted_segments),
+    Case("mask_full", _mask("b", "n", "t", "s")),
+    Case("mask_shared", _mask("t", "s"), n=4),
+    Case("mask_keys", _mask("b", "s")),
+    Case("mask_rows_heads", _mask("n", "t"), n=4),
+    Case("mask_blocks_causal", _with(_block_mask, is_causal=True)),
+    Case("scale", _with(scale=0.7, is_causal=True)),
+    Case("scale_negative", _with(scale=-0.3, local_window_size=(9, 9))),
+    Case("scale_zero", _with(scale=0.0)),
+    Case("head_1_3", _with(is_causal=True), h=1, d=3),
+    Case("head_40", _with(is_causal=True), h=40, d=40, t=33, s=33),
+    Case("head_72_24", h=72, d=24, t=33, s=20),
+    Case("head_80", _with(is_causal=True), h=80, d=80, t=20, s=33),
+    Case("head_96", h=96, d=96, t=17, s=20),
+    Case("head_160", _with(is_causal=True), h=160, d=160, t=17, s=20),
+    Case("head_192_128", _with(is_causal=True), h=192, d=128, t=20, s=20),
+    Case("head_256", _with(is_causal=True), h=256, d=256, t=20, s=20),
+    Case("no_batch", _with(is_causal=True), batch=()),
+    Case("two_batch_axes", _segments, batch=(2, 3), n=1, k=1, t=20, s=20),
+    Case(
+        "everything",
+        _with(
+            _segments,
+            _lengths,
+            _mask("n", "t", "s"),
+            is_causal=True,
+            local_window_size=(25, None),
+            query_offset=np.int32(2),
+        ),
+        n=4,
+        d=24,
+    ),
+]
+
+SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
+INTERPRETED = Config(SMALL_BLOCKS, SMALL_BLOCKS, SMALL_BLOCKS, interpret=True)
+
+ON_GPU = jax.default_backend() == "gpu"
+# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.
+BACKENDS = {
+    "xla": {"implementation": "xla"},
+    "triton": {
+        "implementation": "triton",
+        **({} if ON_GPU else {"config": INTERPRETED}),
+    },
+}
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)

@@ -1,0 +1,16 @@
+"""Test settings that must be made before JAX starts, and the platform's facts."""
+
+import os
+
+# Four CPU devices for pmap and sharding; many test processes on one GPU.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis  # noqa: E402
+
+# A first example compiles; how long that takes is no one's fault.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("default")

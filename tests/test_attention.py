@@ -1,0 +1,204 @@
+"""Every case on every backend, forward and backward, by the one error rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import attention
+from tests import tolerances
+from tests.cases import BACKENDS, CASES, ON_GPU, by_name
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _problems():
+    """All cases in all dtypes where the kernels are compiled.
+
+    Interpreted kernels take a second or two for each, so there every case runs in one
+    dtype, the next case in the next.
+    """
+    for i, case in enumerate(CASES):
+        for backend in BACKENDS:
+            every = ON_GPU or backend == "xla"
+            for dtype in DTYPES if every else (DTYPES[i % 3],):
+                yield pytest.param(
+                    case, backend, dtype, id=f"{case.name}-{backend}-{dtype}"
+                )
+
+
+@pytest.mark.parametrize(("case", "backend", "dtype"), list(_problems()))
+def test_error_rule(case, backend, dtype, record_property):
+    case = case.full() if ON_GPU else case
+    dtype = jnp.dtype(dtype)
+    arrays, arguments = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
+    actual = tolerances.evaluate(arrays, cotangents, {**arguments, **BACKENDS[backend]})
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    unit = tolerances.unit_roundoff(dtype)
+    found = tolerances.check(actual, exact, plain, unit)
+    record_property("worst", float(max(found.values(), default=0.0)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["causal", "head_1_3", "gqa"])
+def test_highest_precision_is_float32(name, backend):
+    case = by_name(name)
+    case = case.full() if ON_GPU else case
+    arrays, arguments = case.inputs(jnp.float32)
+    arguments = {**arguments, "precision": "highest"}
+    cotangents = tolerances.cotangents_for(case, jnp.float32)
+    actual = tolerances.evaluate(arrays, cotangents, {**arguments, **BACKENDS[backend]})
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    unit = tolerances.unit_roundoff(jnp.float32, "highest")
+    tolerances.check(actual, exact, plain, unit)
+
+
+def _naive(q, k, v, keep, scale):
+    """Softmax attention written out once more, in NumPy, one row at a time."""
+    *batch, t, n, _ = q.shape
+    group = n // k.shape[-2]
+    out = np.zeros((*batch, t, n, v.shape[-1]))
+    for at in np.ndindex(*batch, t, n):
+        *b, i, head = at
+        kept = np.flatnonzero(keep[(*b, head, i)])
+        if kept.size:
+            keys, values = (x[(*b, kept, head // group)] for x in (k, v))
+            scores = scale * (keys @ q[at])
+            weights = np.exp(scores - scores.max())
+            out[at] = weights @ values / weights.sum()
+    return out
+
+
+def _dense_mask(case, arguments):
+    """The mask of a call, from the words of its documentation, pair by pair."""
+    keep = np.ones((*case.batch, case.n, case.t, case.s), bool)
+    offset = np.broadcast_to(arguments.get("query_offset", 0), case.batch)
+    window = arguments.get("local_window_size")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    right = 0 if arguments.get("is_causal") else right
+    for at in np.ndindex(*keep.shape):
+        *b, _, i, j = at
+        b = tuple(b)
+        p = i + int(offset[b])
+        keep[at] &= left is None or j >= p - left
+        keep[at] &= right is None or j <= p + right
+        for name, row in (("query", i), ("key_value", j)):
+            lengths = arguments.get(f"{name}_seq_lengths")
+            keep[at] &= lengths is None or bool(row < lengths[b])
+        if "query_segment_ids" in arguments:
+            ids = (arguments[f"{x}_segment_ids"] for x in ("query", "key_value"))
+            q_ids, kv_ids = ids
+            keep[at] &= bool(q_ids[(*b, i)] == kv_ids[(*b, j)])
+    if "mask" in arguments:
+        keep &= np.broadcast_to(arguments["mask"], keep.shape)
+    return keep
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.h <= 40], ids=lambda case: case.name
+)
+def test_reference_against_words(case):
+    """The oracle itself, against the documentation followed pair by pair."""
+    arrays, arguments = case.inputs(jnp.float32)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        out = attention(*wide, **arguments, implementation="reference")
+    scale = arguments.get("scale", case.h**-0.5)
+    keep = _dense_mask(case, arguments)
+    expected = _naive(*(np.asarray(x, np.float64) for x in arrays), keep, scale)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize(("t", "s"), [(0, 5), (5, 0), (0, 0)])
+def test_no_rows(backend, t, s):
+    """Without keys the output is 0 and lse -inf; gradients are 0."""
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    q = jnp.ones((2, t, 4, 8))
+    k = jnp.ones((2, s, 2, 8))
+
+    def call(q, k, v):
+        return attention(q, k, v, return_residual=True, **options)
+
+    (out, lse), vjp = jax.vjp(call, q, k, k)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:-1]
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
+    for gradient, x in zip(vjp((out, lse)), (q, k, k), strict=True):
+        assert gradient.shape == x.shape
+        assert not np.any(gradient)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_zero_heads_and_batch(backend):
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    assert attention(*[jnp.ones((2, 3, 0, 8))] * 3, **options).shape == (2, 3, 0, 8)
+    assert attention(*[jnp.ones((0, 3, 2, 8))] * 3, **options).shape == (0, 3, 2, 8)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_fully_masked_rows(backend):
+    """Rows without keys: output 0, lse -inf, gradients 0, whatever the cotangents."""
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    arrays, _ = by_name("plain").inputs(jnp.float32)
+    mask = np.ones((40, 40), bool)
+    mask[[0, 17, 18, 39]] = False
+
+    def call(q, k, v):
+        return attention(q, k, v, mask=mask, return_residual=True, **options)
+
+    (out, lse), vjp = jax.vjp(call, *arrays)
+    rows = ~mask.any(axis=1)
+    assert not np.any(out[:, rows])
+    assert np.all(np.isneginf(lse[:, rows]))
+    gradients = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert not np.any(gradients[0][:, rows])
+    assert all(np.all(np.isfinite(g)) for g in gradients)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_padding_never_comes_through(backend, poison):
+    """What lies beyond the lengths changes no bit of any result."""
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    case = by_name("lengths_causal")
+    arrays, _ = case.inputs(jnp.float32)
+    cotangents = tolerances.cotangents_for(case, jnp.float32)
+    lengths = {
+        "query_seq_lengths": np.int32([40, 21, 16, 0]),
+        "key_value_seq_lengths": np.int32([17, 40, 0, 32]),
+    }
+
+    def poisoned(x, lengths):
+        rows = np.arange(x.shape[1])[None, :] >= lengths[:, None]
+        return jnp.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), poison, x)
+
+    q_lengths, kv_lengths = lengths.values()
+    arguments = {**lengths, **options, "is_causal": True}
+    clean = tolerances.evaluate(arrays, cotangents, arguments)
+    q, k, v = arrays
+    arrays = poisoned(q, q_lengths), poisoned(k, kv_lengths), poisoned(v, kv_lengths)
+    cotangents = tuple(poisoned(x, q_lengths) for x in cotangents)
+    dirty = tolerances.evaluate(arrays, cotangents, arguments)
+    for name, a, b in zip(clean._fields, clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+        if name != "lse":
+            assert np.all(np.isfinite(a)), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_inputs_same_bits(backend):
+    case = by_name("everything")
+    case = case.full() if ON_GPU else case
+    arrays, arguments = case.inputs(jnp.float32)
+    cotangents = tolerances.cotangents_for(case, jnp.float32)
+    arguments = {**arguments, **BACKENDS[backend]}
+    first = tolerances.evaluate(arrays, cotangents, arguments)
+    for _ in range(3 if ON_GPU else 1):
+        again = tolerances.evaluate(arrays, cotangents, arguments)
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a, b)

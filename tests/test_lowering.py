@@ -1,0 +1,106 @@
+"""Every kernel variant lowers for NVIDIA GPUs; no GPU is needed to know."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import attention
+from pallas_kernels import configs
+from tests.cases import CASES, by_name
+from tests.lowering import lower_for_gpu
+
+GPUS = ("NVIDIA H200", "NVIDIA L4")
+
+
+def forward_and_backward(case, dtype, **options):
+    """A function of (query, key, value, cotangents), and its shapes."""
+    _, arguments = case.inputs(dtype)
+    call = functools.partial(
+        attention,
+        implementation="triton",
+        return_residual=True,
+        **arguments,
+        **options,
+    )
+
+    def run(q, k, v, cotangents):
+        outputs, vjp = jax.vjp(call, q, k, v)
+        return outputs, vjp(cotangents)
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in case.shapes]
+    rows = (*case.batch, case.t, case.n)
+    cotangents = (
+        jax.ShapeDtypeStruct((*rows, case.d), dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    )
+    return run, (*shapes, cotangents)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_lowers(case):
+    index = CASES.index(case)
+    dtype = (jnp.bfloat16, jnp.float16, jnp.float32)[index % 3]
+    run, shapes = forward_and_backward(case.full(), dtype)
+    text = lower_for_gpu(run, *shapes, device=GPUS[index % 2])
+    for kernel in ("flash2_forward", "flash2_dq", "flash2_dkv"):
+        assert kernel in text
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_precision_reaches_the_kernel(precision):
+    run, shapes = forward_and_backward(
+        by_name("plain"), jnp.float32, precision=precision
+    )
+    text = lower_for_gpu(run, *shapes)
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+def test_more_programs_than_a_grid_axis_holds():
+    """Batch times heads beyond 65,535, the limit of all grid axes but the first."""
+    x = jax.ShapeDtypeStruct((70_000, 16, 1, 16), jnp.bfloat16)
+    text = lower_for_gpu(functools.partial(attention, implementation="triton"), x, x, x)
+    grid = {axis: int(size) for axis, size in re.findall(r"grid_(.) = (\d+)", text)}
+    assert grid["x"] * grid["y"] * grid["z"] == 70_000
+    assert max(grid["y"], grid["z"]) <= 65_535
+
+
+@pytest.mark.parametrize("limit_kib", [99, 163, 227])
+@pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head", [16, 64, 128, 256])
+def test_blocks_fit_shared_memory(limit_kib, kernel, itemsize, head):
+    limit = limit_kib << 10
+    options = {"rows": (4096, 4096), "heads": (head, head), "itemsize": itemsize}
+    blocks = configs.choose(kernel, None, limit=limit, **options)
+    assert configs.shared_memory(kernel, blocks, 2 * head * itemsize) <= limit
+
+
+def test_blocks_are_not_larger_than_the_rows():
+    blocks = configs.choose(
+        "forward", None, rows=(5, 33), heads=(64, 64), itemsize=2, limit=227 << 10
+    )
+    assert (blocks.block_q, blocks.block_kv) == (16, 64)
+
+
+def test_the_callers_blocks_are_taken():
+    wanted = configs.Blocks(32, 16, num_warps=2, num_stages=1)
+    config = configs.Config(dq=wanted)
+    options = {"rows": (99, 99), "heads": (64, 64), "itemsize": 2, "limit": 99 << 10}
+    assert configs.choose("dq", config, **options) is wanted
+    assert configs.choose("dkv", config, **options) is not wanted
+
+
+def test_static_masks_add_no_operands():
+    """Causal and window masks are evaluated in the kernel from its row numbers."""
+    case = by_name("window_causal")
+    run, shapes = forward_and_backward(case, jnp.bfloat16)
+    text = lower_for_gpu(run, *shapes)
+    calls = [x for x in text.splitlines() if "__gpu$xla.gpu.triton" in x]
+    operands = sorted(x.split("(")[1].split(")")[0].count("%") for x in calls)
+    assert operands == [3, 6, 7]  # q k v; + lse delta do; + o lse do dlse
+    assert np.all([("i1>" not in x.split(" : ")[-1]) for x in calls])

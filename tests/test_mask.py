@@ -1,0 +1,208 @@
+"""Mask atoms against literal matrices, and block ranges against the masks they imply."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import DenseMask, Lengths, Range, SegmentIds, Window
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
+
+
+def matrix(text: str) -> np.ndarray:
+    """Rows of 1 (kept) and . (masked)."""
+    return np.array(
+        [[x == "1" for x in row.split()] for row in text.split("\n") if row]
+    )
+
+
+def keep(atoms, t: int, s: int, offset: int = 0) -> np.ndarray:
+    spec = AttentionSpec(Score(1.0), tuple(atoms), offset)
+    kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
+    return np.broadcast_to(True if kept is None else kept, (t, s))
+
+
+LITERAL = [
+    (
+        [Window(None, 0)],
+        0,
+        """
+1 . . .
+1 1 . .
+1 1 1 .
+""",
+    ),
+    (
+        [Window(None, 0)],
+        1,
+        """
+1 1 . .
+1 1 1 .
+1 1 1 1
+""",
+    ),
+    (
+        [Window(1, 0)],
+        0,
+        """
+1 . . .
+1 1 . .
+. 1 1 .
+""",
+    ),
+    (
+        [Window(0, 1)],
+        -1,
+        """
+1 . . .
+1 1 . .
+. 1 1 .
+""",
+    ),
+    (
+        [Window(None, None)],
+        0,
+        """
+1 1
+1 1
+""",
+    ),
+    (
+        [Lengths(query=2, key_value=3)],
+        0,
+        """
+1 1 1 .
+1 1 1 .
+. . . .
+""",
+    ),
+    (
+        [SegmentIds(np.array([[1], [1], [2]]), np.array([[1, 2, 2, 3]]))],
+        0,
+        """
+1 . . .
+1 . . .
+. 1 1 .
+""",
+    ),
+    (
+        [DenseMask(np.array([[True, False, True]])), Window(None, 0)],
+        0,
+        """
+1 . .
+1 . .
+1 . 1
+""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("atoms", "offset", "text"), LITERAL)
+def test_keep_is_the_literal_matrix(atoms, offset, text):
+    expected = matrix(text)
+    np.testing.assert_array_equal(keep(atoms, *expected.shape, offset), expected)
+
+
+def test_range_keeps_python_integers():
+    """What is empty for every block must be seen to be so while tracing."""
+    rows = Range(0, 0, 64, 64) & Range(0, 0, 50, 50)
+    assert rows == Range(0, 0, 50, 50)
+    assert rows.blocks(16, 64) == Range(0, 0, 3, 4)
+    assert Range(40, 40, 20, 20).blocks(16, 64).need_hi <= 3
+
+
+def test_fold_visits_masked_full_masked():
+    def visit(masked, block, state):
+        return state.at[block].set(2 if masked else 1)
+
+    seen = Range(1, 2, 4, jnp.int32(5)).fold(visit, jnp.zeros(7, jnp.int32))
+    np.testing.assert_array_equal(seen, [0, 2, 1, 1, 2, 0, 0])
+
+
+sizes = st.integers(1, 50)
+side = st.none() | st.integers(0, 40)
+blocks = st.sampled_from([4, 8, 16])
+
+
+@st.composite
+def specs(draw):
+    """A spec of random atoms for one head, and its sizes."""
+    t, s = draw(sizes), draw(sizes)
+    seed = draw(st.integers(0, 2**31))
+    rng = np.random.default_rng(seed)
+    atoms = []
+    if draw(st.booleans()):
+        atoms.append(Window(draw(side), draw(side)))
+    if draw(st.booleans()):
+        query = draw(st.none() | st.integers(0, t))
+        atoms.append(Lengths(query, draw(st.none() | st.integers(0, s))))
+    if draw(st.booleans()):
+        q, kv = (rng.integers(0, 4, n).astype(np.int32) for n in (t, s))
+        if draw(st.booleans()):
+            q, kv = np.sort(q), np.sort(kv)
+        atoms.append(SegmentIds(Named(q, ("t",)), Named(kv, ("s",))))
+    if draw(st.booleans()):
+        shape = (draw(st.sampled_from([1, t])), draw(st.sampled_from([1, s])))
+        blockwise = rng.random((-(-t // 8), -(-s // 8))) < 0.5
+        dense = np.kron(blockwise, np.ones((8, 8), bool))[: shape[0], : shape[1]]
+        axes = ("t" if shape[0] == t else None, "s" if shape[1] == s else None)
+        atoms.append(DenseMask(Named(dense, axes)))
+    offset = draw(st.integers(-60, 60))
+    return AttentionSpec(Score(1.0), tuple(atoms), offset), t, s
+
+
+@settings(max_examples=300)
+@given(specs(), blocks, blocks)
+def test_block_ranges_are_sound(made, block_q, block_kv):
+    """Nothing is kept outside `need`, everything inside `full`, in both directions."""
+    spec, t, s = made
+
+    def loaded(leaf):
+        if not isinstance(leaf, Named):
+            return leaf
+        return np.asarray(leaf.to(("t", "s")))
+
+    dense = keep(jax.tree.map(loaded, spec).masks, t, s, spec.offset)
+    spec = spec.with_tables(block_q, block_kv, t, s)
+
+    def table_at(table, index):
+        def at(leaf):
+            return int(leaf.value[index] if leaf.axes[-1] else leaf.value[0])
+
+        return None if table is None else Range(*map(at, table))
+
+    for rows, size, block, other, other_block, method in (
+        (dense, t, block_q, s, block_kv, "kv_blocks"),
+        (dense.T, s, block_kv, t, block_q, "q_blocks"),
+    ):
+        for index in range(-(-size // block)):
+            lo, hi = index * block, min((index + 1) * block, size)
+            name = "kv_table" if method == "kv_blocks" else "q_table"
+            here = {name: table_at(getattr(spec, name), index)}
+            at = AttentionSpec(spec.score, spec.masks, spec.offset, **here)
+            found = getattr(at, method)(lo, hi, other, other_block)
+            need_lo, full_lo, full_hi, need_hi = map(int, found)
+            assert 0 <= need_lo <= full_lo <= full_hi <= need_hi
+            kept = rows[lo:hi]
+            assert not kept[:, : need_lo * other_block].any()
+            assert not kept[:, need_hi * other_block :].any()
+            assert full_lo == full_hi or full_hi * other_block <= other
+            assert kept[:, full_lo * other_block : full_hi * other_block].all()
+
+
+@pytest.mark.parametrize("window", [(None, 0), (16, 0), (8, 8)])
+def test_ranges_are_tight_for_windows(window):
+    """No block without a kept pair is visited, none wholly kept is masked."""
+    spec, size, block = AttentionSpec(Score(1.0), (Window(*window),)), 96, 8
+    dense = keep(spec.masks, size, size)
+    for index in range(size // block):
+        lo, hi = index * block, (index + 1) * block
+        found = spec.kv_blocks(lo, hi, size, block)
+        tiles = dense[lo:hi].reshape(block, -1, block)
+        some, every = tiles.any(axis=(0, 2)), tiles.all(axis=(0, 2))
+        assert int(found.need_hi - found.need_lo) == some.sum()
+        assert int(found.full_hi - found.full_lo) == every.sum()

@@ -1,0 +1,82 @@
+"""Random search over shapes and combinations of arguments, by the one error rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.cases import BACKENDS, ON_GPU, Case
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Each example compiles three programs, a few seconds together.
+EXAMPLES = {"xla": 25, "triton": 300 if ON_GPU else 12}
+
+
+@st.composite
+def problems(draw):
+    """A case of random shapes and arguments, a dtype and a seed."""
+    k = draw(st.sampled_from([1, 2]))
+    size = st.integers(1, 400 if ON_GPU else 45)
+    t = draw(size)
+    heads = st.sampled_from([1, 8, 16, 24, 33] + [64, 96, 128, 200] * ON_GPU)
+    h = draw(heads)
+    shapes = {
+        "batch": draw(st.sampled_from([(), (2,), (3,), (1, 2)])),
+        "t": t,
+        "s": draw(st.just(t) | size),
+        "n": k * draw(st.sampled_from([1, 2, 3])),
+        "k": k,
+        "h": h,
+        "d": draw(st.just(h) | heads),
+    }
+    on = {
+        name: draw(st.booleans())
+        for name in ("causal", "window", "lengths", "segments", "mask", "offset")
+    }
+    seed = draw(st.integers(0, 2**31))
+
+    def arguments(rng, case: Case) -> dict:
+        made = {"is_causal": on["causal"], "scale": float(rng.normal() * 0.3)}
+        if on["window"]:
+            sides = [None if x < 0 else x for x in rng.integers(-9, 40, 2).tolist()]
+            made["local_window_size"] = tuple(sides)
+        if on["lengths"]:
+            for name, size in (("query", case.t), ("key_value", case.s)):
+                lengths = rng.integers(0, size + 1, case.batch)
+                made[f"{name}_seq_lengths"] = np.asarray(lengths, np.int32)
+        if on["segments"]:
+            for name, size in (("query", case.t), ("key_value", case.s)):
+                ids = rng.integers(0, 3, (*case.batch, size))
+                ids = ids if rng.random() < 0.5 else np.sort(ids, axis=-1)
+                made[f"{name}_segment_ids"] = ids.astype(np.int32)
+        if on["mask"]:
+            full = (*case.batch, case.n, case.t, case.s)
+            shape = [size if rng.random() < 0.7 else 1 for size in full]
+            made["mask"] = rng.random(shape) < 0.7
+        if on["offset"]:
+            offset = rng.integers(-30, 30, case.batch if rng.random() < 0.5 else ())
+            made["query_offset"] = np.asarray(offset, np.int32)
+        return made
+
+    return Case("random", arguments, **shapes), draw(st.sampled_from(DTYPES)), seed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_problems(backend):
+    @settings(max_examples=EXAMPLES[backend])
+    @given(problems())
+    def search(problem):
+        case, dtype, seed = problem
+        arrays, arguments = case.inputs(dtype, seed)
+        cotangents = tolerances.cotangents_for(case, dtype, seed + 1)
+        options = {**arguments, **BACKENDS[backend]}
+        actual = tolerances.evaluate(arrays, cotangents, options)
+        exact = tolerances.exact(arrays, cotangents, arguments)
+        plain = tolerances.plain(arrays, cotangents, arguments)
+        tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
+
+    search()
+    jax.clear_caches()

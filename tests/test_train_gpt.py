@@ -1,0 +1,135 @@
+"""The GPT example: its text, its training with each attention, its samples."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import gpt, text, train_gpt
+
+# The losses of two correct attentions differ by rounding alone. A loss is a mean of
+# logits that went through two blocks: a few eps. Adam then divides each gradient by
+# its own size, so an entry that is all rounding still moves its parameter by up to
+# the learning rate, and eight steps let that grow: a thousand eps in float32, which
+# also has room for the TF32 of a GPU. In bfloat16, whose eps is 2**-7, the mean over
+# 256 tokens keeps the difference below one.
+RTOL = {"float32": 1000 * 2.0**-23, "bfloat16": 2.0**-7}
+
+
+@functools.cache
+def losses(attention: str, dtype: str, segments: bool) -> np.ndarray:
+    """Training loss of each step of the preset `tiny`."""
+    tiny = train_gpt.PRESETS["tiny"]
+    preset = dataclasses.replace(
+        tiny, model=dataclasses.replace(tiny.model, dtype=dtype)
+    )
+    result = train_gpt.train(preset, attention=attention, segments=segments)
+    return np.array(result.losses)
+
+
+def test_documents_are_english_and_held_out():
+    train, validation = text.documents()
+    assert len(train) + len(validation) > 50
+    assert len(validation) >= 5
+    assert 3.0 < text.unigram_entropy(train) < 3.5
+
+    def paragraphs(texts):
+        return {b" ".join(p.split()) for t in texts for p in t.split(b"\n\n")}
+
+    assert not paragraphs(train) & paragraphs(validation)
+
+
+def test_unigram_entropy_of_known_texts():
+    np.testing.assert_allclose(text.unigram_entropy([b"ab", b"ba"]), np.log(2))
+    assert text.unigram_entropy([b"aaaa"]) == 0
+
+
+@pytest.mark.parametrize("segments", [True, False])
+def test_packing_by_hand(segments):
+    packed = text.pack([b"abc", b"de"], 4, segments=segments)
+    a, b, c, d, e = b"abcde"
+    np.testing.assert_array_equal(packed.tokens, [[a, b, c, d], [e, 0, 0, 0]])
+    np.testing.assert_array_equal(packed.targets, [[b, c, d, e], [0, 0, 0, 0]])
+    if segments:
+        np.testing.assert_array_equal(packed.segment_ids, [[1, 1, 1, 2], [2, 0, 0, 0]])
+        np.testing.assert_array_equal(packed.weights, [[1, 1, 0, 1], [0, 0, 0, 0]])
+    else:
+        assert packed.segment_ids is None
+        np.testing.assert_array_equal(packed.weights, [[1, 1, 1, 1], [0, 0, 0, 0]])
+
+
+def test_packing_keeps_every_byte_once():
+    train, _ = text.documents()
+    packed = text.pack(train, 128, row_multiple=8)
+    tokens, ids = packed.tokens.ravel(), packed.segment_ids.ravel()
+    assert len(packed.tokens) % 8 == 0
+    assert bytes(tokens[ids != text.PADDING].tolist()) == b"".join(train)
+
+    # Segment ids change exactly at the ends of documents, the last one's included.
+    size = sum(map(len, train))
+    borders = np.cumsum([len(t) for t in train])
+    changes = np.flatnonzero(np.diff(ids)) + 1
+    np.testing.assert_array_equal(changes, borders[borders < len(ids)])
+    assert (ids[:size] != text.PADDING).all()
+    # Each document's first byte is the target of no token that counts.
+    assert packed.weights.sum() == size - len(train)
+
+
+def test_batches_go_through_the_whole_text():
+    texts = [b"abcdefgh", b"ijkl", b"mnop"]
+    source = text.batches(texts, 2, 4, seed=1)
+    first = [next(source) for _ in range(2)]
+    tokens = np.concatenate([batch.tokens for batch in first])
+    assert sorted(tokens.ravel().tolist()) == sorted(b"".join(texts))
+    again = text.batches(texts, 2, 4, seed=1)
+    np.testing.assert_array_equal(next(again).tokens, first[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "segments"),
+    [
+        ("jax_flash2", "float32", True),
+        ("jax_flash2", "float32", False),
+        ("jax_flash2", "bfloat16", True),
+        ("jax_nn", "float32", True),
+    ],
+)
+def test_losses_agree_with_reference(attention, dtype, segments):
+    actual = losses(attention, dtype, segments)
+    expected = losses("reference", dtype, segments)
+    assert len(actual) == train_gpt.PRESETS["tiny"].steps
+    np.testing.assert_allclose(actual, expected, rtol=RTOL[dtype], atol=0)
+    assert actual[-1] < actual[0]
+
+
+@pytest.mark.parametrize("attention", ["jax_flash2", "reference", "jax_nn"])
+def test_documents_do_not_see_each_other(attention):
+    config = train_gpt.PRESETS["tiny"].model
+    model = gpt.GPT(config, gpt.ATTENTIONS[attention], rngs=nnx.Rngs(0))
+    packed = text.pack([b"the first one", b"another"], 20)
+    alone = text.pack([b"another"], 7)
+    # A document packed after another one stands at other positions, but rotary
+    # scores depend on differences of positions alone.
+    actual = model(packed.tokens, packed.segment_ids)[:, 13:]
+    expected = model(alone.tokens, alone.segment_ids)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=RTOL["float32"])
+    assert np.abs(model(packed.tokens)[:, 13:] - expected).max() > 1e-2
+
+
+def test_model_flops():
+    preset = train_gpt.PRESETS["tiny"]
+    assert train_gpt.model_flops(preset, 1000) == 256 * (6 * 1000 + 12 * 2 * 32 * 64)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate(temperature):
+    config = train_gpt.PRESETS["tiny"].model
+    model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
+    make = functools.partial(gpt.generate, model, temperature=temperature)
+    sample = make(b"The ", 20)
+    assert isinstance(sample, bytes)
+    assert len(sample) == 20
+    # A longer buffer changes nothing in what comes before: attention is causal.
+    assert make(b"The ", 30)[:20] == sample

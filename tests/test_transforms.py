@@ -1,0 +1,205 @@
+"""jit, vmap, grad, pmap, remat and scan compose, and vmap moves no data."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash2
+from jax_flash2 import attention
+from tests.cases import BACKENDS, ON_GPU
+from tests.lowering import lower_for_gpu
+
+SHAPE = (2, 20, 3, 16)  # V (mapped), T, N, H
+
+
+def operands(shape=SHAPE, count=3):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(count)]
+
+
+def assert_same(a, b):
+    """Equal bit by bit on a CPU, to rounding where a GPU tunes its programs."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if ON_GPU:
+            np.testing.assert_allclose(x, y, rtol=0, atol=2e-2)
+        else:
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=2e-6)
+
+
+def outputs_and_gradients(call):
+    """(arrays, cotangent) -> output and gradients of `call`."""
+
+    def run(*arrays):
+        *arrays, cotangent = arrays
+        out, vjp = jax.vjp(call, *arrays)
+        return out, *vjp(cotangent)
+
+    return run
+
+
+def looped(function, in_axes, out_axes, size, args):
+    """What `jax.vmap` means, as a Python loop."""
+    results = []
+    for i in range(size):
+        taken = [
+            x if axis is None else jnp.take(x, i, axis)
+            for x, axis in zip(args, in_axes, strict=True)
+        ]
+        results.append(function(*taken))
+    return jax.tree.map(lambda *xs: jnp.stack(xs, out_axes), *results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("in_axes", "out_axes"),
+    [((0, 0, 0), 0), ((1, 1, 1), 1), ((2, 0, 1), 0), ((0, None, None), 0)]
+    + [((None, 1, None), 2), ((None, None, 2), 0)],
+)
+def test_vmap_is_the_loop(backend, in_axes, out_axes):
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+    base = operands()
+    args = [
+        x[0] if axis is None else jnp.moveaxis(x, 0, axis)
+        for x, axis in zip(base, in_axes, strict=True)
+    ]
+    run = jax.jit(outputs_and_gradients(call))
+    cotangent = operands(count=4)[3]
+    axes = (*in_axes, 0)
+    mapped = jax.vmap(run, axes, out_axes)(*args, cotangent)
+    loop = looped(run, axes, out_axes, SHAPE[0], (*args, cotangent))
+    assert_same(mapped, loop)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grad_of_vmap_is_vmap_of_grad(backend):
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+    q, k, v = operands()
+
+    def total(function):
+        return lambda *arrays: jnp.sum(jnp.sin(function(*arrays)))
+
+    outside = jax.grad(total(jax.vmap(call)), (0, 1, 2))(q, k, v)
+    inside = jax.vmap(jax.grad(total(call), (0, 1, 2)))(q, k, v)
+    assert_same(outside, inside)
+    # A shared key has one gradient from outside, one for each element from inside.
+    shared = jax.vmap(call, (0, None, None))
+    outside = jax.grad(total(shared), (0, 1, 2))(q, k[0], v[0])
+    inside = jax.vmap(jax.grad(total(call), (0, 1, 2)), (0, None, None))(q, k[0], v[0])
+    assert_same(outside[1:], tuple(jnp.sum(x, axis=0) for x in inside[1:]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nested_vmap_over_heads_and_batch(backend):
+    """A single-head function over heads, then batch, is the call on all of them."""
+    options = BACKENDS[backend]
+    q, k, v, cotangent = operands(count=4)
+    head = functools.partial(attention, is_causal=True, **options)
+    mapped = jax.vmap(jax.vmap(head, 1, 1))
+    assert_same(
+        jax.jit(outputs_and_gradients(mapped))(q, k, v, cotangent),
+        jax.jit(outputs_and_gradients(head))(q, k, v, cotangent),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_over_other_arguments(backend):
+    """Lengths, segment ids, masks and offsets may be mapped, with or without q."""
+    q, k, v = (x[0] for x in operands())
+    t = q.shape[0]
+    rng = np.random.default_rng(1)
+    mapped = {
+        "key_value_seq_lengths": jnp.int32([5, 20]),
+        "query_offset": jnp.int32([3, -2]),
+        "query_segment_ids": jnp.asarray(rng.integers(0, 3, (2, t)), jnp.int32),
+        "mask": jnp.asarray(rng.random((2, 1, t, t)) < 0.7),
+    }
+    options = {"is_causal": True, **BACKENDS[backend]}
+
+    def call(arguments):
+        return attention(q, k, v, **arguments, **options)
+
+    together = jax.jit(jax.vmap(call))(mapped)
+    for i in range(2):
+        one = jax.jit(call)(jax.tree.map(lambda x, i=i: x[i], mapped))
+        assert_same(together[i], one)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_jacobian_maps_cotangents_alone(backend):
+    q, k, v = (x[0, :4, :1, :2] for x in operands())
+    call = functools.partial(attention, **BACKENDS[backend])
+    reference = functools.partial(attention, implementation="reference")
+    assert_same(jax.jacrev(call)(q, k, v), jax.jacrev(reference)(q, k, v))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pmap(backend):
+    devices = min(2, jax.local_device_count())
+    shape = (devices, *SHAPE)
+    args = operands(shape, count=4)
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+    run = outputs_and_gradients(call)
+    mapped = jax.pmap(run)(*args)
+    assert_same(mapped, jax.vmap(run)(*args))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_remat_scan_and_eager(backend):
+    q, k, v = (x[:, :, :, :] for x in operands())
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+
+    def layers(wrap):
+        def step(x, _):
+            return wrap(call)(x, k, v), None
+
+        return lambda q: jnp.sum(jnp.sin(jax.lax.scan(step, q, None, length=2)[0]))
+
+    plain = jax.grad(layers(lambda f: f))(q)
+    assert_same(jax.grad(layers(jax.checkpoint))(q), plain)
+    with jax.disable_jit():
+        assert_same(call(q, k, v), jax.jit(call)(q, k, v))
+
+
+def test_checkpoint_policy_saves_the_forward_kernel():
+    """With output and lse saved by name the forward kernel is not run twice."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in operands())
+
+    def loss(q, k, v, policy):
+        call = functools.partial(attention, implementation="triton")
+        out = jax.checkpoint(call, policy=policy)(q, k, v)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    names = (jax_flash2.OUTPUT_NAME, jax_flash2.LSE_NAME)
+    save = jax.checkpoint_policies.save_only_these_names(*names)
+    counts = []
+    for policy in (save, jax.checkpoint_policies.nothing_saveable):
+        gradient = jax.grad(functools.partial(loss, policy=policy), (0, 1, 2))
+        counts.append(lower_for_gpu(gradient, q, k, v).count("flash2_forward"))
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_over_heads_has_no_transpose(axis):
+    """Heads first or in the middle, forward and gradient: the module moves no data."""
+    shape = (4, 100, 64) if axis == 0 else (100, 4, 64)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    head = functools.partial(attention, is_causal=True, implementation="triton")
+    mapped = outputs_and_gradients(jax.vmap(head, axis, axis))
+    text = lower_for_gpu(mapped, x, x, x, x)
+    assert text.count("__gpu$xla.gpu.triton") == 3
+    assert "stablehlo.transpose" not in text
+
+
+def test_unmapped_keys_are_shared():
+    """An unmapped key reaches the kernel in its own shape: it is not repeated."""
+    q = jax.ShapeDtypeStruct((8, 100, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((100, 4, 64), jnp.bfloat16)
+    call = functools.partial(attention, implementation="triton")
+    text = lower_for_gpu(jax.vmap(call, (0, None, None)), q, k, k)
+    assert "stablehlo.broadcast_in_dim" not in text
+    (line,) = (x for x in text.splitlines() if "__gpu$xla.gpu.triton" in x)
+    types = line.split(" : ")[-1]
+    assert types.count("tensor<100x4x64xbf16>") == 2
