@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.configs import padded
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Heads, Named, batch_axes, sizes, vmap_named
-from pallas_kernels.core.mask import Lengths, Range, everything
+from pallas_kernels.core.mask import DataDependent, Range, everything
 from pallas_kernels.core.spec import AttentionSpec
 
-# Rows of a block. On 2 CPU cores, float32, B 1, N 4, H 64, T 1024 and 4096, 128 to 512
-# were within 15 % of each other (JAX 0.10.2, 2026-11-21).
+# Most rows of a block. On 2 CPU cores, float32, B 1, N 4, H 64, T 1024 and 4096, 128 to
+# 512 were within 15 % of each other (JAX 0.10.2, 2026-11-21).
 BLOCK = 256
 
 
@@ -53,6 +52,12 @@ def spec_block(spec: AttentionSpec, order: tuple[str, str], **starts) -> Attenti
     return jax.tree.map(block, spec)
 
 
+def _block(rows: int) -> int:
+    """Rows of a block: as few equal blocks of at most `BLOCK` rows as hold them all."""
+    blocks = -(-rows // BLOCK)
+    return -(-rows // (8 * blocks)) * 8
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """How a call is cut: block sizes, numbers of rows, heads."""
@@ -66,7 +71,7 @@ class _Plan:
     @classmethod
     def of(cls, operands) -> _Plan:
         size = sizes(operands)
-        block_q, block_kv = (min(BLOCK, padded(size[name])) for name in ("t", "s"))
+        block_q, block_kv = (_block(size[name]) for name in ("t", "s"))
         return cls(size, block_q, block_kv, Heads.of(size), batch_axes(operands))
 
     @property
@@ -79,7 +84,7 @@ class _Plan:
 
     def padded(self, tree):
         """Every `t` and `s` axis extended with zeros to whole blocks."""
-        rows = {
+        rows: dict[str | None, int] = {
             "t": self.num_q * self.block_q,
             "s": self.num_kv * self.block_kv,
         }
@@ -103,7 +108,7 @@ class _Plan:
             self.block_q, self.block_kv, self.size["t"], self.size["s"]
         )
         other = "i" if along == "j" else "j"
-        keep = tuple(a for a in spec.masks if hasattr(a, "kv_range"))
+        keep = tuple(a for a in spec.masks if not isinstance(a, DataDependent))
         spec = dataclasses.replace(spec, masks=keep)
         spec = dataclasses.replace(
             spec, **{"q_table" if along == "j" else "kv_table": None}

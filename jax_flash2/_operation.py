@@ -18,7 +18,6 @@ from jax.interpreters import batching, mlir
 
 from jax_flash2 import _backends
 from pallas_kernels.configs import Config
-from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 
 
@@ -50,7 +49,7 @@ def _statistics_dtype(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
+def forward_outputs(operands) -> tuple[Named, Named]:
     """Shape structs of o and lse.
 
     o lies in memory as q does, with the names that q lacks in front; lse has its rows
@@ -64,7 +63,7 @@ def _forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
     return _struct(axes, size, v.dtype), _struct(lse_axes, size, lse_dtype)
 
 
-def _backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
+def _backward_outputs(operands) -> tuple[Named, ...]:
     """Shape structs of the gradients: like q, k, v, one for each mapped element."""
     size = sizes(operands)
     return tuple(
@@ -82,7 +81,7 @@ def _struct(axes: Axes, size: dict[str, int], dtype) -> Named:
 
 
 def _forward_rule(problem: Problem, operands):
-    o, lse = _forward_outputs(problem, operands)
+    o, lse = forward_outputs(operands)
     if 0 in sizes(operands).values():
         return [
             jnp.zeros(o.shape, o.dtype),
@@ -96,7 +95,7 @@ def _forward_rule(problem: Problem, operands):
 
 
 def _backward_rule(problem: Problem, operands):
-    outputs = _backward_outputs(problem, operands)
+    outputs = _backward_outputs(operands)
     if 0 in sizes(operands).values():
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
     *arrays, o, lse, do, dlse = operands
@@ -119,7 +118,8 @@ def _operation(name: str, rule, outputs):
             return list(rule(problem, list(map(Named, arrays, axes))))
 
     def abstract_eval(*avals, problem: Problem, axes: tuple[Axes, ...]):
-        structs = outputs(problem, list(map(Named, avals, axes)))
+        del problem
+        structs = outputs(list(map(Named, avals, axes)))
         return [avals[0].update(shape=x.shape, dtype=x.dtype) for x in structs]
 
     def batching_rule(arrays, dims, *, problem: Problem, axes: tuple[Axes, ...]):
@@ -130,7 +130,7 @@ def _operation(name: str, rule, outputs):
             for a, dim in zip(axes, dims, strict=True)
         )
         results = primitive.bind(*arrays, problem=problem, axes=axes)
-        structs = outputs(problem, list(map(Named, arrays, axes)))
+        structs = outputs(list(map(Named, arrays, axes)))
         return results, [x.axes.index(name) for x in structs]
 
     primitive.def_impl(implementation)
@@ -146,7 +146,7 @@ def _operation(name: str, rule, outputs):
     return primitive
 
 
-_forward_p = _operation("flash2_forward", _forward_rule, _forward_outputs)
+_forward_p = _operation("flash2_forward", _forward_rule, forward_outputs)
 _backward_p = _operation("flash2_backward", _backward_rule, _backward_outputs)
 
 
@@ -158,7 +158,7 @@ def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
 def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value."""
     operands = list(map(Named, arrays, problem.axes))
-    o_axes, lse_axes = (x.axes for x in _forward_outputs(problem, operands))
+    o_axes, lse_axes = (x.axes for x in forward_outputs(operands))
     axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)
     bind = functools.partial(_backward_p.bind, problem=problem, axes=axes)
     return tuple(bind(*arrays, o, lse, do, dlse))

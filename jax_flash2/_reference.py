@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash2._chunked import spec_block
+from jax_flash2._operation import Problem, forward_outputs
 from pallas_kernels.core.axes import Heads, Named, batch_axes, sizes, vmap_named
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -24,53 +25,49 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     columns = jnp.arange(s, dtype=jnp.int32)[None, :]
     spec = spec_block(spec, ("t", "s"))
 
-    def existing(x, count, limit):
+    def existing(x: Named, limit) -> jax.Array:
         """Padding replaced by zeros: no NaN there may meet a product."""
-        return jnp.where((jnp.arange(count) < limit)[:, None], x, jnp.zeros_like(x))
+        rows = (jnp.arange(x.shape[0]) < limit)[:, None]
+        return jnp.where(rows, x.value, jnp.zeros_like(x.value))
 
-    q_limit, kv_limit = spec.q_limit(t), spec.kv_limit(s)
-    q = existing(q.value, t, q_limit)
-    k, v = existing(k.value, s, kv_limit), existing(v.value, s, kv_limit)
+    queries = existing(q, spec.q_limit(t))
+    keys, values = (existing(x, spec.kv_limit(s)) for x in (k, v))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    qk = jnp.matmul(q, k.T, precision=precision, preferred_element_type=dtype)
+    qk = jnp.matmul(queries, keys.T, precision=precision, preferred_element_type=dtype)
     x, unit = spec.score.apply(qk)
     scores = x * unit
     keep = spec.keep(rows, columns)
     keep = jnp.broadcast_to(True if keep is None else keep, scores.shape)
     any_kept = jnp.any(keep, axis=1)
     # Where nothing is kept, any finite row will do: its result is replaced.
-    safe = jnp.where(keep | ~any_kept[:, None], scores, -jnp.inf)
-    safe = jnp.where(any_kept[:, None], safe, 0.0)
+    safe = jnp.where(any_kept[:, None], jnp.where(keep, scores, -jnp.inf), 0.0)
     lse = jax.nn.logsumexp(safe, axis=1)
     p = jnp.where(keep, jnp.exp(safe - lse[:, None]), 0.0)
     o = jnp.matmul(
-        p.astype(v.dtype), v, precision=precision, preferred_element_type=dtype
+        p.astype(v.dtype), values, precision=precision, preferred_element_type=dtype
     )
     # So that cotangents of rows without keys, padding among them, end here.
     o = jnp.where(any_kept[:, None], o, 0.0)
     return o.astype(v.dtype), jnp.where(any_kept, lse, -jnp.inf)
 
 
-def attend(problem, arrays) -> tuple[jax.Array, jax.Array]:
+def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     """Output (axes of query) and lse (rows last)."""
     q, k, v, spec = problem.named(arrays)
     operands = [q, k, v, *jax.tree.leaves(spec)]
+    o, lse = forward_outputs(operands)
     size = sizes(operands)
-    precision = problem.precision or lax.Precision.DEFAULT
-    o_axes = tuple("d" if a == "h" else a for a in q.axes)
-    batch = batch_axes(operands)
-    o_axes = (*(a for a in batch if a not in o_axes), *o_axes)
-    lse_axes = (*(a for a in o_axes if a not in ("t", "d")), "t")
     if 0 in size.values():
-        shapes = [tuple(size[a] for a in axes) for axes in (o_axes, lse_axes)]
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        return jnp.zeros(shapes[0], v.dtype), jnp.full(shapes[1], -jnp.inf, dtype)
+        return jnp.zeros(o.shape, o.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
+    precision = problem.precision or lax.Precision.DEFAULT
     heads = Heads.of(size)
     trees = jax.tree.map(heads.split, (q, k, v, spec))
-    outs = [heads.split_axes(axes) for axes in (o_axes, lse_axes)]
+    outs = [heads.split_axes(x.axes) for x in (o, lse)]
 
     def head(q, k, v, spec):
         return _head(q, k, v, spec, precision)
 
-    o, lse = vmap_named(head, (*batch, *heads.names), outs)(*trees)
-    return heads.merge(o, o_axes), heads.merge(lse, lse_axes)
+    names = (*batch_axes(operands), *heads.names)
+    results = vmap_named(head, names, outs)(*trees)
+    out, log_sum_exp = map(heads.merge, results, (o.axes, lse.axes))
+    return out, log_sum_exp

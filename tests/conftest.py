@@ -9,7 +9,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import hypothesis  # noqa: E402
+import hypothesis
 
 # A first example compiles; how long that takes is no one's fault.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)

@@ -240,7 +240,7 @@ def test_explain_names_every_implementation():
 
 
 def test_slower_choice_on_a_gpu_is_said():
-    """Head size 300 is beyond the kernels: on a GPU, the call warns that it is slower."""
+    """Head size 300 is beyond the kernels: the call says that a GPU could do better."""
     x = jax.ShapeDtypeStruct((1, 4, 1, 300), jnp.float32)
     with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*300 is above"):
         lower_for_gpu(attention, x, x, x)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,10 +13,16 @@ from benchmarks import gpt, text, train_gpt
 # The losses of two correct attentions differ by rounding alone. A loss is a mean of
 # logits that went through two blocks: a few eps. Adam then divides each gradient by
 # its own size, so an entry that is all rounding still moves its parameter by up to
-# the learning rate, and eight steps let that grow: a thousand eps in float32, which
-# also has room for the TF32 of a GPU. In bfloat16, whose eps is 2**-7, the mean over
-# 256 tokens keeps the difference below one.
+# the learning rate, and eight steps let that grow: a thousand eps in float32. In
+# bfloat16, whose eps is 2**-7, the mean over 256 tokens keeps the difference below one.
 RTOL = {"float32": 1000 * 2.0**-23, "bfloat16": 2.0**-7}
+
+
+@pytest.fixture(autouse=True)
+def true_float32():
+    """A GPU's default for float32 is TF32, with an eps of its own."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 @functools.cache

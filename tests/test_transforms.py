@@ -55,8 +55,14 @@ def looped(function, in_axes, out_axes, size, args):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("in_axes", "out_axes"),
-    [((0, 0, 0), 0), ((1, 1, 1), 1), ((2, 0, 1), 0), ((0, None, None), 0)]
-    + [((None, 1, None), 2), ((None, None, 2), 0)],
+    [
+        ((0, 0, 0), 0),
+        ((1, 1, 1), 1),
+        ((2, 0, 1), 0),
+        ((0, None, None), 0),
+        ((None, 1, None), 2),
+        ((None, None, 2), 0),
+    ],
 )
 def test_vmap_is_the_loop(backend, in_axes, out_axes):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])

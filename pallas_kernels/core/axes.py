@@ -75,7 +75,7 @@ class Named:
     def renamed(self, old: str, new: str) -> Named:
         return Named(self.value, tuple(new if a == old else a for a in self.axes))
 
-    def to(self, axes: Sequence[str]) -> jax.Array:
+    def to(self, axes: Sequence[str | None]) -> jax.Array:
         """The array with axes in the order of `axes`, of size 1 where it lacks one."""
         named = self.squeezed()
         order = [named.axes.index(a) for a in axes if a in named.axes]

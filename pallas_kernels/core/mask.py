@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -119,8 +121,11 @@ def _when(condition, rows: Range) -> Range:
     return rows._replace(full_hi=full_hi)
 
 
+@typing.dataclass_transform(frozen_default=True)
 def _dataclass(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()):
-    def register(cls):
+    """A frozen dataclass that is a pytree of its `data` fields."""
+
+    def register(cls: type) -> type:
         cls = dataclasses.dataclass(frozen=True)(cls)
         return jax.tree_util.register_dataclass(cls, list(data), list(meta))
 
@@ -301,6 +306,7 @@ class DenseMask:
 
 
 Atom = Window | Lengths | SegmentIds | DenseMask
+DataDependent = SegmentIds | DenseMask
 
 
 def block_table(relations: list[Relation], along: str, size: int) -> Range:
@@ -320,10 +326,8 @@ def block_table(relations: list[Relation], along: str, size: int) -> Range:
     batch = tuple(dict.fromkeys(names))
     other = "j" if along == "i" else "i"
     axes = (*batch, other, along)
-    some, every = True, True
-    for relation in relations:
-        some = some & relation.some.to(axes)
-        every = every & relation.all.to(axes)
+    some = functools.reduce(operator.and_, (r.some.to(axes) for r in relations))
+    every = functools.reduce(operator.and_, (r.all.to(axes) for r in relations))
     shape = (*some.shape[:-1], size)
     some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
     index = jnp.arange(size, dtype=jnp.int32)

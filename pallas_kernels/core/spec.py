@@ -1,8 +1,8 @@
 """AttentionSpec: everything about a call that is not query, key or value.
 
-One frozen tree in three lives: of `Named` arrays where operands are laid out, of `View`s
-(named Refs) at the start of a kernel, of loaded blocks in its loop. Backends walk it
-leaf by leaf and never name a feature.
+One frozen tree in three lives: of `Named` arrays where operands are laid out, of
+`View`s (named Refs) at the start of a kernel, of loaded blocks in its loop. Backends
+walk it leaf by leaf and never name a feature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.core import mask as mask_lib
-from pallas_kernels.core.mask import Atom, Lengths, Range
+from pallas_kernels.core.mask import Atom, DataDependent, Lengths, Range
 from pallas_kernels.core.score import Score
 
 
@@ -89,7 +89,7 @@ class AttentionSpec:
     def _blocks(self, method, lo, hi, size: int, block: int, table) -> Range:
         rows = mask_lib.everything(0, size)
         for atom in self.masks:
-            if hasattr(atom, method):
+            if not isinstance(atom, DataDependent):
                 rows = rows & getattr(atom, method)(lo, hi, self.start, size)
         blocks = rows.blocks(block, size)
         return blocks if table is None else blocks & table
@@ -101,7 +101,7 @@ class AttentionSpec:
         relations = [
             atom.block_relation(block_q, block_kv)
             for atom in self.masks
-            if hasattr(atom, "block_relation")
+            if isinstance(atom, DataDependent)
         ]
         if not relations:
             return self

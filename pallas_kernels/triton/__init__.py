@@ -97,7 +97,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, k and v from `saved`: o, lse, do and dlse."""
     options = {"config": config, "precision": precision}
-    o, lse, do, dlse = saved
+    _, lse, do, _ = saved
     delta = _delta_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
     grad_q, delta_array = _run(
         dq, "dq", q, k, v, spec, saved, (outputs[0], delta), **options

@@ -1,10 +1,10 @@
 """The backward kernels (Dao 2023, algorithm 2), split by what a program owns.
 
-`dkv`: one program per block of key rows, grid (key blocks, key/value heads, batch axes).
-It holds k and v, loops over the query heads of its group and over the blocks of queries
-that look at its keys, and sums dk and dv in registers: with grouped queries nothing is
-summed outside. Scores are computed transposed, [keys, queries], so that p^T and ds^T
-are the left operands of their products, which may come from registers.
+`dkv`: one program per block of key rows, grid (key blocks, key/value heads, batch
+axes). It holds k and v, loops over the query heads of its group and over the blocks of
+queries that look at its keys, and sums dk and dv in registers: with grouped queries
+nothing is summed outside. Scores are computed transposed, [keys, queries], so that p^T
+and ds^T are the left operands of their products, which may come from registers.
 Shared memory: k, v [block_kv, ...] and num_stages times q, do [block_q, ...].
 
 `dq`: one program per block of query rows, the forward's loop with dq as its sum.

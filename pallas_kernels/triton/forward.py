@@ -1,9 +1,9 @@
 """The forward kernel: one program per block of query rows (Dao 2023, algorithm 1).
 
-Grid: (query blocks, query heads, batch axes). A program loads its block of queries once,
-then loops over the blocks of keys and values that its rows need. Its warps divide the
-query rows and share the keys and values, so that no partial result passes between them
-through shared memory (section 3.3); the layout is Triton's for chained products.
+Grid: (query blocks, query heads, batch axes). A program loads its block of queries
+once, then loops over the blocks of keys and values that its rows need. Its warps divide
+the query rows and share the keys and values, so that no partial result passes between
+them through shared memory (section 3.3); the layout is Triton's for chained products.
 
 Shared memory: q [block_q, H] and num_stages times k [block_kv, H], v [block_kv, Hv].
 """
@@ -65,7 +65,7 @@ def forward(
 
         state = flash2.init(blocks.block_q, where["d"].size)
         values = flash2.finish(kv_blocks.fold(visit, state))
-        # Rows beyond a query length are results too (0 and -inf); the array's end is not.
+        # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, values, strict=True):
             view.store(value, where)

@@ -42,26 +42,27 @@ def abstract_device():
 
 
 def platform() -> str:
-    """Where the program that is being traced will run: "cuda", "cpu", ..."""
+    """Where the program that is being traced will run: "cuda", "rocm", "cpu", ..."""
     device = abstract_device()
-    if device is not None and device.platform is not None:
-        return device.platform
-    name = jax.default_backend()
-    if name == "gpu":
-        version = jax.devices()[0].client.platform_version
-        return "rocm" if "rocm" in version.lower() else "cuda"
-    return name
+    name = (device is not None and device.platform) or jax.default_backend()
+    if name != "gpu":
+        return name
+    if jax.default_backend() != "gpu":
+        return "cuda"
+    version = jax.devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"
 
 
 def capability() -> int:
     """Compute capability of the GPU, times ten; 90 where there is none to ask."""
     device = abstract_device()
-    if device is not None and device.device_kind:
-        words = device.device_kind.replace("-", " ").split()
-        return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
-    if jax.default_backend() != "gpu":
-        return 90
-    return int(float(jax.devices()[0].compute_capability) * 10 + 0.5)
+    kind = None if device is None else device.device_kind
+    if jax.default_backend() == "gpu":
+        here = jax.devices()[0]
+        if kind in (None, here.device_kind):
+            return round(float(here.compute_capability) * 10)
+    words = (kind or "").replace("-", " ").split()
+    return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
 
 
 def shared_memory_limit() -> int:

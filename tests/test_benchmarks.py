@@ -1,0 +1,363 @@
+"""The benchmarks: what is measured, what is said of it, and that each one runs."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import comparison, figures, harness, options, peers, records, tables
+from benchmarks.harness import PASSES, Shape
+from benchmarks.programs import JaxPeer, TorchPeer
+
+TOY = Shape(2, 64, 2, 2, 16, True, "float32")
+GROUPED = Shape(1, 32, 4, 2, 8, False, "float32")
+
+
+def attention(q, k, v, *, causal):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+
+
+def load_broken():
+    """Wrong in one row of one head, the last of all."""
+    return lambda q, k, v, *, causal: (
+        attention(q, k, v, causal=causal).at[-1, -1, -1].multiply(1.1)
+    )
+
+
+def load_nan():
+    return lambda q, k, v, *, causal: attention(q, k, v, causal=causal) * jnp.nan
+
+
+def load_failing():
+    def fails(q, k, v, *, causal):
+        raise ValueError("head size 16\nis too small")
+
+    return fails
+
+
+def load_absent():
+    import no_such_module_at_all  # noqa: F401
+
+
+BROKEN = JaxPeer("broken", "Broken", load_broken)
+NAN = JaxPeer("nan", "NaN", load_nan)
+FAILING = JaxPeer("failing", "Failing", load_failing)
+ABSENT = JaxPeer("absent", "Absent", load_absent)
+UNGROUPED = JaxPeer("ungrouped", "Ungrouped", lambda: attention, gqa=False)
+OURS, XLA = peers.PEERS["jax_flash2"], peers.PEERS["xla"]
+
+
+@pytest.fixture(autouse=True)
+def small_ceiling(monkeypatch):
+    monkeypatch.setattr(harness, "matmul_tflops", lambda: 1.0)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Rows of one comparison, as read back from its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "matmul_tflops", lambda: 1.0)
+        folder = tmp_path_factory.mktemp("results")
+        run = records.Run.start("toy", folder)
+        compare = functools.partial(comparison.compare, run, [TOY], rounds=2)
+        returned = compare([OURS, XLA, FAILING, ABSENT], list(PASSES))
+        returned += compare([BROKEN, NAN], ["forward"])
+    read = records.newest(folder, "toy")
+    assert read == json.loads(json.dumps(returned))
+    return {(row["pass"], row["peer"]): row for row in read}
+
+
+def test_flops_by_hand():
+    shape = Shape(2, 8192, 16, 4, 128, False, "bfloat16")
+    causal = dataclasses.replace(shape, causal=True)
+    assert shape.flops("forward") == 2**40  # 4 * 2 * 8192 * 8192 * 16 * 128
+    assert causal.flops("forward") == 2**39
+    assert causal.flops("backward") == 5 * 2**38
+    assert causal.flops("forward_backward") == 7 * 2**38
+
+
+@pytest.mark.parametrize("shape", [TOY, GROUPED], ids=str)
+def test_reference_is_the_gradient_of_plain_attention(shape):
+    *inputs, do = operands = shape.operands()
+    plain = jax.jit(functools.partial(attention, causal=shape.causal))
+    with jax.default_matmul_precision("highest"):
+        out, vjp = jax.vjp(plain, *inputs)
+        want = dict(zip(PASSES["forward_backward"], (out, *vjp(do)), strict=True))
+    got = harness.reference(shape, operands)
+    for name, x in got.items():
+        last = np.asarray(want[name])[-1, :, -harness.checked_heads(shape, name) :]
+        np.testing.assert_allclose(x, last, atol=1e-5, rtol=1e-4)
+
+
+def test_row_error():
+    want = np.array([[3.0, 4.0], [0.0, 0.1], [6.0, 8.0]])
+    got = want + np.array([[0.0, 0.5], [0.0, 0.1], [0.0, 0.0]])
+    # Of 5; the short row's is of the median length, 5, and so smaller.
+    assert harness.row_error(got, want) == pytest.approx(0.1)
+    assert harness.row_error(got * np.nan, want) == np.inf
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("peer", ["jax_flash2", "xla"])
+def test_rows_are_complete(rows, which, peer):
+    row = rows[which, peer]
+    assert row["failure"] is None and row["wrong"] is False
+    assert Shape(**row["shape"]) == TOY
+    assert len(row["timings"]) == 2
+    assert row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
+    assert row["tflops"] * row["seconds"] == pytest.approx(TOY.flops(which) / 1e12)
+    assert set(row["row_error"]) == set(row["max_abs_error"]) == set(PASSES[which])
+    assert max(row["row_error"].values()) < 1e-4
+    assert row["memory"]["total"] > row["memory"]["temp"] >= 0
+    assert row["calls"] >= 1 and row["matmul_tflops"] == 1.0
+    assert row["versions"]["jax"] == jax.__version__
+    assert row["device"] and row["date"]
+    assert row["commit"][:9] in row["run_id"]
+
+
+def test_wrong_absent_and_failing_peers_are_named(rows):
+    assert rows["forward", "broken"]["wrong"]
+    assert 0.05 < rows["forward", "broken"]["row_error"]["out"] <= 0.1
+    assert rows["forward", "nan"]["wrong"]
+    assert rows["forward", "nan"]["row_error"] == {"out": None}
+    for which in PASSES:
+        absent = rows[which, "absent"]["failure"]
+        assert absent == "not installed: No module named 'no_such_module_at_all'"
+        assert rows[which, "failing"]["failure"] == "ValueError: head size 16"
+        assert "seconds" not in rows[which, "failing"]
+    text = tables.comparison(list(rows.values()))
+    for part in ("WRONG", "absent", "fails", "not installed", "XLA standard"):
+        assert part in text
+
+
+def test_grouped_heads_and_a_peer_without(tmp_path):
+    run = records.Run.start("toy", tmp_path)
+    everyone = [OURS, XLA, UNGROUPED]
+    rows = comparison.compare(run, [GROUPED], everyone, ["forward_backward"], rounds=1)
+    assert [row.get("wrong") for row in rows] == [False, False, None]
+    assert rows[2]["failure"] == "NotImplementedError: no grouped-query attention"
+
+
+def test_budget_and_resume(tmp_path, capsys):
+    shapes = [TOY, GROUPED]
+    compare = functools.partial(
+        comparison.compare, shapes=shapes, peers=[XLA], passes=["forward"], rounds=1
+    )
+    first = records.Run.start("toy", tmp_path)
+    assert compare(first, budget_seconds=0.0) == []
+    assert "2 shapes not begun" in capsys.readouterr().out
+    compare(first, shapes=[GROUPED])
+    second = records.Run.start("toy", tmp_path, resume=True)
+    assert len(compare(second)) == 2
+    assert second.facts["run_id"] == first.facts["run_id"]
+    assert len(records.newest(tmp_path, "toy")) == 2
+    facts = {**first.facts, "run_id": "other", "commit": "other"}
+    other = dataclasses.replace(first, facts=facts)
+    other.write({"shape": {}, "pass": "", "peer": ""})
+    with pytest.raises(ValueError, match="has commit 'other'"):
+        records.Run.start("toy", tmp_path, resume=True)
+
+
+def test_of_rows_about_the_same_the_last_counts(tmp_path):
+    run = records.Run.start("toy", tmp_path)
+    for value in (1, 2):
+        run.write({"shape": {}, "pass": "forward", "peer": "x", "value": value})
+    assert [row["value"] for row in records.newest(tmp_path, "toy")] == [2]
+    assert records.newest(tmp_path, "nothing") == []
+
+
+def test_timing_takes_turns_and_goes_on_after_a_failure():
+    calls = []
+
+    def program(name, fails_at=None):
+        def call():
+            calls.append(name)
+            if fails_at and calls.count(name) > fails_at:
+                raise RuntimeError("late")
+
+        return harness.Program(call, lambda x: x, lambda x: {}, memory={})
+
+    programs = {"a": program("a"), "b": program("b"), "c": program("c", fails_at=2)}
+    timings, failures = harness.time_interleaved(programs, rounds=4, min_seconds=0.0)
+    assert "".join(calls) == "aa" + "bb" + "cc" + "abc" + "ba" + "ab" + "ab"
+    assert set(timings) == {"a", "b"} and len(timings["a"].seconds) == 4
+    assert failures == {"c": "RuntimeError: late"}
+
+
+def test_marks_tell_failures_apart():
+    def mark(failure):
+        return tables.mark({"failure": failure})
+
+    assert mark("not installed: No module named 'x'") == "absent"
+    assert mark("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory") == "OOM"
+    assert mark("RESOURCE_EXHAUSTED: Shared memory size limit exceeded") == "fails"
+    assert mark("MemoryError: not run: needs 9 GiB of 8") == "too large"
+    assert mark(None) is None
+    assert tables.mark({"failure": None, "wrong": True}) == "WRONG"
+
+
+def test_memory_growth_tells_linear_from_quadratic():
+    def of(peer, power):
+        return [
+            {
+                "shape": dataclasses.asdict(dataclasses.replace(TOY, length=length)),
+                "peer": peer,
+                "memory": {"temp": length**power},
+            }
+            for length in (64, 128, 512)
+        ]
+
+    rows = of("linear", 1) + of("square", 2)
+    assert tables.is_linear(tables.growths(rows, "linear")) is True
+    assert tables.is_linear(tables.growths(rows, "square")) is False
+    assert list(tables.growths(rows, "square").values()) == pytest.approx([4, 4])
+    assert tables.is_linear(tables.growths(rows, "nobody")) is None
+
+
+def test_integers_on_the_command_line():
+    parse = options._Integers().parse
+    assert parse("512,1k, 16k,1M") == [512, 1024, 16384, 2**20]
+    for bad in ("", "0", "k", "1.5"):
+        with pytest.raises(ValueError):
+            parse(bad)
+
+
+def test_progress_without_tqdm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with options.Progress(2, "shape") as progress:
+        progress.step("one")
+    assert capsys.readouterr().out == "[1/2] one\n"
+
+
+def test_a_program_too_large_for_the_gpu_is_not_run(monkeypatch):
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.zeros(1024)).compile()
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 8192}})
+    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    from benchmarks import programs
+
+    with pytest.raises(MemoryError, match="not run: needs"):
+        programs.check_fits(compiled)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+@pytest.mark.parametrize("shape", [TOY, GROUPED], ids=str)
+def test_torch_peers(tmp_path, shape):
+    load = functools.partial(peers._torch_sdpa, "MATH")
+
+    def load_heads_last():
+        attention = load()
+
+        def heads_last(q, k, v, *, causal):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return attention(q, k, v, causal=causal).transpose(1, 2)
+
+        return heads_last
+
+    everyone = [
+        peers.PEERS["torch_flash2"],
+        TorchPeer("repeats", "repeats heads", load, gqa=False),
+        TorchPeer("heads_last", "heads last", load_heads_last, heads_first=False),
+    ]
+    run = records.Run.start("toy", tmp_path)
+    rows = comparison.compare(run, [shape], everyone, list(PASSES), rounds=1)
+    assert [(row["peer"], row["failure"], row.get("wrong")) for row in rows] == [
+        (peer.name, None, False) for _ in PASSES for peer in everyone
+    ]
+    repeated = {row["note"] for row in rows if row["peer"] == "repeats"}
+    assert any(repeated) == (shape.group > 1)
+
+
+def write_attention(folder) -> None:
+    """Made-up rows of every kind that the plots draw."""
+    run = records.Run.start("attention", folder)
+    shapes = [
+        Shape(1, length, heads, 2, size, causal, "bfloat16")
+        for size, heads, causal in [(64, 2, True), (64, 2, False), (128, 4, True)]
+        for length in (512, 1024)
+    ]
+    for shape in shapes:
+        for which in PASSES:
+            for i, peer in enumerate(peers.PEERS, 1):
+                row = {"shape": dataclasses.asdict(shape), "pass": which, "peer": peer}
+                failures = {
+                    "flash4": "not installed: No module named 'flash_attn'",
+                    "xla": "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory",
+                }
+                row["failure"] = failures.get(peer)
+                if row["failure"] is None:
+                    seconds = i * 1e-3
+                    tflops = shape.flops(which) / seconds / 1e12
+                    row |= {"seconds": seconds, "tflops": tflops}
+                    row |= {"wrong": peer == "pallas_mha", "row_error": {"out": 1.0}}
+                run.write({**row, "matmul_tflops": 685.0})
+
+
+def test_figures_of_made_up_results(tmp_path):
+    write_attention(tmp_path)
+    text, paths = figures.render(tmp_path)
+    names = {path.name for path in paths}
+    assert names == {f"attention_{which}.png" for which in PASSES} | {"speed.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    # cuDNN is the third peer: three times the seconds on every shape.
+    lines = [line.split("|") for line in text.splitlines()]
+    overall = [[x.strip() for x in line] for line in lines if " all " in "|".join(line)]
+    assert len(overall) == len(PASSES)
+    assert all("3.00 (3.00 to 3.00)" in line for line in overall)
+    for part in ("OOM", "absent", "WRONG", "matrix product 685 TFLOP/s"):
+        assert part in text
+
+
+def test_tables_without_matplotlib(tmp_path, monkeypatch):
+    write_attention(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text, paths = figures.render(tmp_path)
+    assert "No plot" in text and "TFLOP/s" in text and not paths
+
+
+SMALL = ["--head_size=16", "--repeats=1"]
+MAINS = {
+    "attention": [
+        *("--lengths=64", "--tokens=64", "--hidden=32", "--head_sizes=16", "--nogqa"),
+        *("--causal=true", "--passes=forward", "--peers=jax_flash2,xla"),
+        *("--dtype=float32", "--repeats=1"),
+    ],
+    "occupancy": [
+        *("--heads=1", "--length=64", "--passes=forward", "--peers=jax_flash2,xla"),
+        *SMALL,
+    ],
+    "memory": ["--lengths=64,128", "--heads=1", "--head_size=16"],
+    "compile_time": ["--length=64", "--heads=1", *SMALL],
+    "dispatch": ["--calls=3", "--heads=1", *SMALL],
+    "cpu": ["--lengths=64", "--heads=1", *SMALL],
+}
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_each_benchmark_runs(name, tmp_path):
+    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}"]
+    done = subprocess.run(
+        [*command, *MAINS[name], f"--results_dir={tmp_path}"],
+        cwd=records.ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = records.newest(tmp_path, name)
+    assert {"jax_flash2", "xla"} <= {row["peer"] for row in rows}
+    for row in rows:
+        assert (row["failure"] is None) == (row["peer"] != "cudnn"), row["failure"]
+    assert figures.TABLES[name](rows) in done.stdout
+    text, paths = figures.render(tmp_path)
+    assert text.startswith(f"## {name}")
+    assert bool(paths) == (name in figures.PLOTS)
