@@ -66,16 +66,10 @@ class Shape:
 
     def operands(self, seed: int = 0) -> list[jax.Array]:
         """Random normal query, key, value and output gradient, made on the device."""
-
-        @jax.jit
-        def make(key):
-            keys = jax.random.split(key, 4)
-            return [
-                jax.random.normal(key, x.shape).astype(x.dtype)
-                for key, x in zip(keys, self.structs(), strict=True)
-            ]
-
-        return jax.block_until_ready(make(jax.random.key(seed)))
+        make = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        keys = jax.random.split(jax.random.key(seed), 4)
+        made = map(lambda key, x: make(key, x.shape, x.dtype), keys, self.structs())
+        return jax.block_until_ready(list(made))
 
     def __str__(self) -> str:
         heads = f"{self.heads}"
@@ -103,15 +97,16 @@ def reference(shape: Shape, operands: Sequence[jax.Array]) -> dict[str, np.ndarr
     Returns:
       out and dq [T, N / K, H], dk and dv [T, 1, H].
     """
-    q, do = (x[-1, :, -shape.group :].astype(jnp.float32) for x in operands[::3])
-    k, v = (x[-1, :, -1].astype(jnp.float32) for x in operands[1:3])
-    out, dq, dk, dv = jax.device_get(_reference(q, k, v, do, causal=shape.causal))
+    out, dq, dk, dv = jax.device_get(_reference(*operands, causal=shape.causal))
     return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}
 
 
 @functools.partial(jax.jit, static_argnames="causal")
 def _reference(q, k, v, do, *, causal: bool):
-    length, group, head_size = q.shape
+    group = q.shape[2] // k.shape[2]
+    q, do = (x[-1, :, -group:].astype(jnp.float32) for x in (q, do))
+    k, v = (x[-1, :, -1].astype(jnp.float32) for x in (k, v))
+    length, _, head_size = q.shape
     rows = math.gcd(length, 512)
     scale = head_size**-0.5
     product = functools.partial(jnp.einsum, precision="highest")
@@ -262,7 +257,7 @@ def time_interleaved(
 
 
 def describe(error: Exception) -> str:
-    """A failure in one line: its first, cut; `not installed: ...` for an ImportError."""
+    """A failure in one line, cut; `not installed: ...` for an ImportError."""
     first = next(iter(str(error).splitlines()), "")[:200]
     if isinstance(error, ImportError):
         return f"not installed: {first}"

@@ -1,10 +1,16 @@
 """The command line: flags that benchmarks share, defined where called; progress."""
 
-from absl import flags
+from collections.abc import Callable, Collection
+
+from absl import app, flags, logging
 
 from benchmarks import records
 from benchmarks.harness import PASSES
 from benchmarks.peers import PEERS
+from benchmarks.programs import JaxPeer
+
+# A flag belongs to the benchmark that asks for it: its --help shows it.
+flags.disclaim_key_flags()
 
 
 class _Integers(flags.ArgumentParser):
@@ -42,34 +48,28 @@ def files() -> tuple[flags.FlagHolder, flags.FlagHolder]:
     )
 
 
-def peers(default: list[str]) -> flags.FlagHolder:
-    return flags.DEFINE_list(
-        "peers", default, f"Who takes part, of: {', '.join(PEERS)}."
+def _names(name: str, default: list[str], known: Collection[str], help: str):
+    """A list of names, each of which must be known."""
+    holder = flags.DEFINE_list(name, default, f"{help}, of: {', '.join(known)}.")
+    flags.register_validator(
+        name,
+        lambda chosen: set(chosen) <= set(known),
+        message=f"must be some of {', '.join(known)}",
     )
+    return holder
 
 
-def chosen_peers(names: list[str]) -> list:
-    """The peers named.
+def peers(default: list[str]) -> flags.FlagHolder:
+    return _names("peers", default, PEERS, "Who takes part")
 
-    Raises:
-      flags.ValidationError: for a name that there is none of.
-    """
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise flags.ValidationError(
-            f"--peers: unknown {', '.join(unknown)}; there are {', '.join(PEERS)}"
-        )
-    return [PEERS[name] for name in names]
+
+def jax_peers(default: list[str]) -> flags.FlagHolder:
+    known = [name for name, peer in PEERS.items() if isinstance(peer, JaxPeer)]
+    return _names("peers", default, known, "Who takes part")
 
 
 def passes(default: list[str]) -> flags.FlagHolder:
-    holder = flags.DEFINE_list("passes", default, f"Of: {', '.join(PASSES)}.")
-    flags.register_validator(
-        "passes",
-        lambda names: set(names) <= set(PASSES),
-        message=f"each must be one of {', '.join(PASSES)}",
-    )
-    return holder
+    return _names("passes", default, PASSES, "What is timed")
 
 
 def repeats(default: int) -> flags.FlagHolder:
@@ -82,6 +82,19 @@ def dtype(default: str) -> flags.FlagHolder:
     return flags.DEFINE_enum(
         "dtype", default, ["bfloat16", "float16", "float32"], "Of the operands."
     )
+
+
+def launch(main: Callable[[], object]) -> None:
+    """Runs `main` as the program, once the flags are read."""
+
+    def checked(argv):
+        if len(argv) > 1:
+            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        # JAX logs each platform that it looks for in vain, at the level INFO.
+        logging.set_verbosity(logging.WARNING)
+        main()
+
+    app.run(checked)
 
 
 class Progress:

@@ -11,6 +11,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
 
-# A first example compiles; how long that takes is no one's fault.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+# A first example compiles; how long that takes is no one's fault. `search` is for long
+# random runs: pytest tests/test_search.py --hypothesis-profile=search
+hypothesis.settings.register_profile(
+    "default", max_examples=15, deadline=None, derandomize=True
+)
+hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile("default")

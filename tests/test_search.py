@@ -4,15 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tolerances
 from tests.cases import BACKENDS, ON_GPU, Case
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# Each example compiles three programs, a few seconds together.
-EXAMPLES = {"xla": 25, "triton": 300 if ON_GPU else 12}
 
 
 @st.composite
@@ -66,7 +64,6 @@ def problems(draw):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_problems(backend):
-    @settings(max_examples=EXAMPLES[backend])
     @given(problems())
     def search(problem):
         case, dtype, seed = problem
