@@ -92,6 +92,7 @@ def test_reference_is_the_gradient_of_plain_attention(shape):
         out, vjp = jax.vjp(plain, *inputs)
         want = dict(zip(PASSES["forward_backward"], (out, *vjp(do)), strict=True))
     got = harness.reference(shape, operands)
+    assert (got.pop("dq_rounding") >= 0.0).all()
     for name, x in got.items():
         last = np.asarray(want[name])[-1, :, -harness.checked_heads(shape, name) :]
         np.testing.assert_allclose(x, last, atol=1e-5, rtol=1e-4)
@@ -103,6 +104,8 @@ def test_row_error():
     # Of 5; the short row's is of the median length, 5, and so smaller.
     assert harness.row_error(got, want) == pytest.approx(0.1)
     assert harness.row_error(got * np.nan, want) == np.inf
+    excused = np.array([[0.25], [0.0], [0.0]])
+    assert harness.row_error(got, want, excused) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("which", PASSES)

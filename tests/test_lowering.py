@@ -1,6 +1,8 @@
 """Every kernel variant lowers for NVIDIA GPUs; no GPU is needed to know."""
 
+import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -49,6 +51,23 @@ def test_every_case_lowers(case):
     for kernel in ("flash2_forward", "flash2_dq", "flash2_dkv"):
         assert kernel in text
     assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+def _programs(text: str) -> list[int]:
+    """How many programs each kernel of a module starts."""
+    grids = re.findall(r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+)", text)
+    return [math.prod(map(int, grid)) for grid in grids]
+
+
+@pytest.mark.parametrize("name", ["segments", "mask_full"])
+def test_block_tables_add_no_programs(name):
+    case = by_name(name).full()
+    run, shapes = forward_and_backward(case, jnp.bfloat16)
+    without = dataclasses.replace(case, arguments=lambda rng, case: {})
+    plain, _ = forward_and_backward(without, jnp.bfloat16)
+    programs = _programs(lower_for_gpu(run, *shapes))
+    assert len(programs) == 3
+    assert programs == _programs(lower_for_gpu(plain, *shapes))
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])

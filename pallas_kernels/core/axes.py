@@ -10,6 +10,7 @@ The names of a single attention problem are
 | `k` | key/value heads; query head n reads key/value head n // (N // K) |
 | `h` | head size of query and key |
 | `d` | head size of value and output |
+| `i`, `j` | blocks of query rows and of key rows, in block tables (`core.mask`) |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
 `None` names an axis of size 1 that is broadcast; a name that an operand lacks is
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 
 Axes = tuple[str | None, ...]
 
-ROWS_AND_HEADS = ("t", "s", "n", "k", "h", "d")
+NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,10 @@ def sizes(operands: Sequence[Any]) -> dict[str, int]:
 
 
 def batch_axes(operands: Sequence[Any]) -> tuple[str, ...]:
-    """Names that are neither rows, heads nor head size, in order of appearance."""
+    """Names that are neither rows, blocks, heads nor head size, as they appear."""
     names = (name for operand in operands for name in operand.axes)
     return tuple(
-        dict.fromkeys(n for n in names if n is not None and n not in ROWS_AND_HEADS)
+        dict.fromkeys(n for n in names if n is not None and n not in NOT_BATCH)
     )
 
 

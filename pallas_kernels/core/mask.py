@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -253,14 +253,6 @@ def _reduced(x: Named, function, names: tuple[str, ...]) -> Named:
     )
 
 
-def _computed_once(arrays: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
-    """Keeps XLA from fusing a reduction into the next one, which would repeat it.
-
-    On a GPU it does: one element of a block table then reads whole rows of ids again.
-    """
-    return lax.optimization_barrier(tuple(arrays))
-
-
 @_dataclass(data=("query", "key_value"))
 class SegmentIds:
     """Keeps pairs of equal ids: int32, query [.., T] and key_value [.., S], any order.
@@ -281,7 +273,7 @@ class SegmentIds:
         q, kv = (_blocked(x.squeezed(), blocks) for x in (self.query, self.key_value))
         axes = [a for a in (*q.axes, *kv.axes) if a not in ("i", "j", "t", "s")]
         axes = (*dict.fromkeys(axes), "i", "j")
-        q_min, q_max, kv_min, kv_max = _computed_once(
+        q_min, q_max, kv_min, kv_max = (
             _reduced(x, function, ("t", "s")).to(axes)
             for x in (q, kv)
             for function in (jnp.min, jnp.max)
@@ -337,15 +329,11 @@ def block_table(relations: list[Relation], along: str, size: int) -> Range:
     some = functools.reduce(operator.and_, (r.some.to(axes) for r in relations))
     every = functools.reduce(operator.and_, (r.all.to(axes) for r in relations))
     shape = (*some.shape[:-1], size)
-    some, every = _computed_once(jnp.broadcast_to(x, shape) for x in (some, every))
+    some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
     index = jnp.arange(size, dtype=jnp.int32)
-    need_lo, need_hi, full_lo = _computed_once(
-        (
-            jnp.min(jnp.where(some, index, size), axis=-1),
-            jnp.max(jnp.where(some, index + 1, 0), axis=-1),
-            jnp.min(jnp.where(every, index, size), axis=-1),
-        )
-    )
+    need_lo = jnp.min(jnp.where(some, index, size), axis=-1)
+    need_hi = jnp.max(jnp.where(some, index + 1, 0), axis=-1)
+    full_lo = jnp.min(jnp.where(every, index, size), axis=-1)
     ends = ~every & (index >= full_lo[..., None])
     full_hi = jnp.min(jnp.where(ends, index, size), axis=-1)
     table = Range(need_lo, full_lo, full_hi, need_hi) & everything(0, size)
