@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from benchmarks import harness, records
@@ -42,10 +42,7 @@ def compare(
     if not wanted:
         return rows
     ceiling = harness.matmul_tflops()
-    with (
-        Progress(len(wanted), "shape") as progress,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
+    with Progress(len(wanted), "shape") as progress:
         progress.say(f"{run.facts['device']}: matrix product {ceiling:.4g} TFLOP/s")
         for count, shape in enumerate(wanted):
             spent = time.monotonic() - begun
@@ -55,7 +52,7 @@ def compare(
                     f"{len(wanted) - count} shapes not begun, from {shape} on"
                 )
                 break
-            for row in _one_shape(shape, peers, passes, rounds, pool):
+            for row in _one_shape(shape, peers, passes, rounds):
                 rows.append(run.write({**row, "matmul_tflops": ceiling}))
             _release()
             progress.step(f"{shape} ({time.monotonic() - begun - spent:.1f} s)")
@@ -72,17 +69,20 @@ def _is_done(run, shape, peers, passes) -> bool:
     )
 
 
-def _one_shape(shape, peers, passes, rounds, pool: Executor) -> Iterable[dict]:
+def _one_shape(shape, peers, passes, rounds) -> Iterable[dict]:
     operands = shape.operands()
     expected = harness.reference(shape, operands)
     started, failures = {}, {}
-    for which in passes:
-        for peer in peers:
-            try:
-                finish = peer.start(shape, operands, which, pool)
-                started[which, peer.name] = finish
-            except Exception as error:  # a peer's failure is a result, not the end
-                failures[which, peer.name] = describe(error)
+    # Leaving the pool waits for the compiler: its autotuning runs on the same GPU, and
+    # would slow whatever is timed beside it.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for which in passes:
+            for peer in peers:
+                try:
+                    finish = peer.start(shape, operands, which, pool)
+                    started[which, peer.name] = finish
+                except Exception as error:  # a peer's failure is a result, not the end
+                    failures[which, peer.name] = describe(error)
     for which in passes:
         failed = {name: text for (w, name), text in failures.items() if w == which}
         finishers = {name: f for (w, name), f in started.items() if w == which}

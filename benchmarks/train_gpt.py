@@ -75,7 +75,7 @@ PRESETS = {
         gpt.GPTConfig(num_layers=12, num_heads=12, width=768, dtype="bfloat16"),
         batch_size=32,
         seq_len=1024,
-        steps=600,
+        steps=200,
         learning_rate=6e-4,
         eval_every=50,
     ),

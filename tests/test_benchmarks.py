@@ -118,7 +118,7 @@ def test_rows_are_complete(rows, which, peer):
     assert row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
     assert row["tflops"] * row["seconds"] == pytest.approx(TOY.flops(which) / 1e12)
     assert set(row["row_error"]) == set(row["max_abs_error"]) == set(PASSES[which])
-    assert max(row["row_error"].values()) < 1e-4
+    assert max(row["row_error"].values()) < (1e-2 if harness.is_gpu() else 1e-4)  # TF32
     assert row["memory"]["total"] > row["memory"]["temp"] >= 0
     assert row["calls"] >= 1 and row["matmul_tflops"] == 1.0
     assert row["versions"]["jax"] == jax.__version__
@@ -255,6 +255,8 @@ def test_a_program_too_large_for_the_gpu_is_not_run(monkeypatch):
 )
 @pytest.mark.parametrize("shape", [TOY, GROUPED], ids=str)
 def test_torch_peers(tmp_path, shape):
+    if harness.is_gpu():  # torch's FlashAttention-2 there takes no float32
+        shape = dataclasses.replace(shape, dtype="float16")
     load = functools.partial(peers._torch_sdpa, "MATH")
 
     def load_heads_last():
