@@ -9,6 +9,9 @@ mapped loops stay loops.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +19,20 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Axes, Heads, Named, batch_axes, sizes, vmap_named
-from pallas_kernels.core.mask import DataDependent, Range, everything
-from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.axes import (
+    Axes,
+    Heads,
+    Named,
+    batch_axes,
+    operand_sum,
+    sizes,
+    summed_to,
+    vmap_named,
+)
+from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.mask import Range, everything
+from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
 # Most rows of a block. On 2 CPU cores, float32, B 1, N 4, H 64, T 1024 and 4096, 128 to
 # 512 were within 15 % of each other (JAX 0.10.2, 2026-11-21).
@@ -55,7 +69,7 @@ def spec_block(spec: AttentionSpec, order: tuple[str, str], **starts) -> Attenti
 def _block(rows: int) -> int:
     """Rows of a block: as few equal blocks of at most `BLOCK` rows as hold them all."""
     blocks = -(-rows // BLOCK)
-    return -(-rows // (8 * blocks)) * 8
+    return -(-rows // (GROUP * blocks)) * GROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +87,11 @@ class _Plan:
         size = sizes(operands)
         block_q, block_kv = (_block(size[name]) for name in ("t", "s"))
         return cls(size, block_q, block_kv, Heads.of(size), batch_axes(operands))
+
+    @property
+    def group_size(self) -> dict[str, int]:
+        """Sizes with the query heads as (`k`, `g`)."""
+        return {**self.size, "g": self.heads.group}
 
     @property
     def num_q(self) -> int:
@@ -108,11 +127,8 @@ class _Plan:
             self.block_q, self.block_kv, self.size["t"], self.size["s"]
         )
         other = "i" if along == "j" else "j"
-        keep = tuple(a for a in spec.masks if not isinstance(a, DataDependent))
-        spec = dataclasses.replace(spec, masks=keep)
-        spec = dataclasses.replace(
-            spec, **{"q_table" if along == "j" else "kv_table": None}
-        )
+        unused = "q_table" if along == "j" else "kv_table"
+        spec = dataclasses.replace(spec.for_ranges(), **{unused: None})
         axes = (*self.batch, "n", other)
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec)
         t, s = self.size["t"], self.size["s"]
@@ -161,19 +177,37 @@ def _without_padding(x: Named, spec: AttentionSpec) -> jax.Array:
     return jnp.where(exists, x.value, jnp.zeros_like(x.value))
 
 
-def _scores(plan: _Plan, spec: AttentionSpec, qk, masked, q_start, kv_start):
-    """A block of scores `(x, unit)`, -inf where masked."""
-    x, unit = spec.score.apply(qk)
-    if not masked:
-        return x, unit
-    starts = {"t": (q_start, plan.block_q), "s": (kv_start, plan.block_kv)}
-    spec = spec_block(spec, ("t", "s"), **starts)
-    if plan.size["s"] % plan.block_kv:
-        spec = spec.with_end(plan.size["s"])
-    q = q_start + jnp.arange(plan.block_q, dtype=jnp.int32)
-    kv = kv_start + jnp.arange(plan.block_kv, dtype=jnp.int32)
-    keep = spec.keep(q[:, None], kv[None, :])
-    return (x if keep is None else jnp.where(keep, x, -jnp.inf)), unit
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One head: rows [T or S, ..], its spec, and how they are cut in blocks."""
+
+    plan: _Plan
+    spec: AttentionSpec
+    precision: Any
+
+    def pairs(self, masked: bool, i, j) -> Pairs:
+        """Query block i against key block j."""
+        plan, spec = self.plan, self.spec
+        rows = {
+            "t": (i * plan.block_q, plan.block_q),
+            "s": (j * plan.block_kv, plan.block_kv),
+        }
+        if not masked:
+            spec = dataclasses.replace(spec, masks=())
+        spec = spec_block(spec, ("t", "s"), **rows)
+        if masked and plan.size["s"] % plan.block_kv:
+            spec = spec.with_end(plan.size["s"])
+        return Pairs(spec, rows, masked=masked, precision=self.precision)
+
+    def query_rows(self, i, *arrays):
+        return self._rows(i, self.plan.block_q, arrays)
+
+    def key_rows(self, j, *arrays):
+        return self._rows(j, self.plan.block_kv, arrays)
+
+    @staticmethod
+    def _rows(block, size: int, arrays):
+        return [lax.dynamic_slice_in_dim(x, block * size, size) for x in arrays]
 
 
 def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
@@ -183,74 +217,74 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     ranges = plan.ranges(spec, "j")
     dtype = outputs[1].dtype
 
-    def head(q, k, v, spec):
+    def of_head(q, k, v, spec):
         q, k, v = (_without_padding(x, spec) for x in (q, k, v))
+        head = _Head(plan, spec, precision)
 
         def query_block(i):
-            start = i * plan.block_q
-            q_block = lax.dynamic_slice_in_dim(q, start, plan.block_q)
+            (q_block,) = head.query_rows(i, q)
 
             def visit(masked, j, state):
-                kv_start = j * plan.block_kv
-                k_block, v_block = (
-                    lax.dynamic_slice_in_dim(x, kv_start, plan.block_kv) for x in (k, v)
-                )
-                qk = flash2.dot(q_block, k_block, "nt", precision)
-                x, unit = _scores(plan, spec, qk, masked, start, kv_start)
+                k_block, v_block = head.key_rows(j, k, v)
+                pairs = head.pairs(masked, i, j)
+                x, unit = pairs.scores(q_block, k_block)
 
                 def product(p):
-                    return flash2.dot(p.astype(v.dtype), v_block, "nn", precision)
+                    p = pairs.drop(p).astype(v.dtype)
+                    return flash2.dot(p, v_block, "nn", precision)
 
                 return flash2.step(state, x, unit, product)
 
             state = flash2.init(plan.block_q, v.shape[1], dtype)
-            o, lse = flash2.finish(_at(ranges, i).fold(visit, state))
-            return o.astype(v.dtype), lse
+            state = _at(ranges, i).fold(visit, state)
+            sink = None if spec.sink is None else spec.sink.value
+            o, lse = flash2.finish(state, sink)
+            return (o * spec.dropout_scale).astype(v.dtype), lse
 
         o, lse = lax.map(query_block, jnp.arange(plan.num_q, dtype=jnp.int32))
         t = plan.size["t"]
         return o.reshape(-1, v.shape[1])[:t], lse.reshape(-1)[:t]
 
     trees = plan.padded((q, k, v, spec))
-    return plan.map_heads(head, trees, [x.axes for x in outputs])
+    return plan.map_heads(of_head, trees, [x.axes for x in outputs])
+
+
+def _saved_rows(saved, spec):
+    """do, lse in units of log2, and delta of one head, from o, lse, do and dlse."""
+    o, lse, do, dlse = (_without_padding(x, spec) for x in saved)
+    return do, flash2.lse_log2(lse), flash2.delta(o, lse, do, dlse)
 
 
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
-    """Gradients of q, k and v from `saved`: o, lse, do and dlse."""
+    """Gradients of q, k, v and the spec's operands from o, lse, do and dlse."""
     del config
     plan = _Plan.of([q, k, v, *jax.tree.leaves(spec), *saved])
     ranges = plan.ranges(spec, "i")
     dtype = saved[1].dtype
 
-    def head(q, k, v, spec, saved):
+    def of_head(q, k, v, spec, saved):
         q, k, v = (_without_padding(x, spec) for x in (q, k, v))
-        o, lse, do, dlse = (_without_padding(x, spec) for x in saved)
-        delta = flash2.delta(o, lse, do, dlse)
-        lse = flash2.lse_log2(lse)
+        do, lse, delta = _saved_rows(saved, spec)
+        head = _Head(plan, spec, precision)
 
         def key_block(dq, j):
-            kv_start = j * plan.block_kv
-            k_block, v_block = (
-                lax.dynamic_slice_in_dim(x, kv_start, plan.block_kv) for x in (k, v)
-            )
+            k_block, v_block = head.key_rows(j, k, v)
 
             def visit(masked, i, state):
                 dq, dk, dv = state
-                start = i * plan.block_q
-                q_block, do_block, lse_block, delta_block, dq_block = (
-                    lax.dynamic_slice_in_dim(x, start, plan.block_q)
-                    for x in (q, do, lse, delta, dq)
+                q_block, do_block, dq_block = head.query_rows(i, q, do, dq)
+                lse_block, delta_block = head.query_rows(
+                    i, lse[:, None], delta[:, None]
                 )
-                qk = flash2.dot(q_block, k_block, "nt", precision)
-                x, unit = _scores(plan, spec, qk, masked, start, kv_start)
-                p = flash2.probabilities(x, unit, lse_block[:, None])
-                dv = dv + flash2.dot(p.astype(do.dtype), do_block, "tn", precision)
-                dp = flash2.dot(do_block, v_block, "nt", precision)
-                ds = flash2.score_gradient(p, dp, delta_block[:, None])
-                dqk = spec.score.gradient(ds).astype(q.dtype)
-                dk = dk + flash2.dot(dqk, q_block, "tn", precision)
-                dq_block = dq_block + flash2.dot(dqk, k_block, "nn", precision)
-                dq = lax.dynamic_update_slice_in_dim(dq, dq_block, start, 0)
+                pairs = head.pairs(masked, i, j)
+                p, x = pairs.probabilities(q_block, k_block, lse_block)
+                dropped = pairs.drop(p).astype(do.dtype)
+                dv = dv + flash2.dot(dropped, do_block, "tn", precision)
+                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                dz = dz.astype(q.dtype)
+                dk = dk + flash2.dot(dz, q_block, "tn", precision)
+                dq_block = dq_block + flash2.dot(dz, k_block, "nn", precision)
+                dq = lax.dynamic_update_slice_in_dim(dq, dq_block, i * plan.block_q, 0)
                 return dq, dk, dv
 
             zeros = (jnp.zeros(x.shape, dtype) for x in (k_block, v_block))
@@ -260,15 +294,95 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         blocks = jnp.arange(plan.num_kv, dtype=jnp.int32)
         dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, dtype), blocks)
         unit = spec.score.gradient_unit
-        dk, dv = (x.reshape(-1, x.shape[-1])[: plan.size["s"]] for x in (dk, dv))
-        return (dq * unit)[: plan.size["t"]], dk * unit, dv
+        t, s = plan.size["t"], plan.size["s"]
+        dk, dv = (x.reshape(-1, x.shape[-1])[:s] for x in (dk, dv))
+        return (dq * unit)[:t], dk * unit, dv * spec.dropout_scale, delta[:t]
 
     trees = plan.padded((q, k, v, spec, saved))
     # A key/value head's gradient is the sum over its group of query heads.
     group = ("g",) if plan.heads.names else ()
-    dq, dk, dv = outputs
-    axes = [dq.axes, (*group, *dk.axes), (*group, *dv.axes)]
-    gradients = plan.map_heads(head, trees, axes)
+    dq, dk, dv, *of_operands = outputs
+    delta_axes = (*plan.batch, *(["n"] if plan.heads.names else []), "t")
+    axes = [dq.axes, (*group, *dk.axes), (*group, *dv.axes), delta_axes]
+    *gradients, delta = plan.map_heads(of_head, trees, axes)
     if group:
         gradients[1:] = [jnp.sum(x, axis=0) for x in gradients[1:]]
+    structs = iter(of_operands)
+    for name in spec.score.operands:
+        gradient = _operand_gradient(plan, ranges, trees, name, precision)
+        gradients.append(summed_to(gradient, next(structs).axes))
+    if spec.sink is not None:
+        rows = sink_gradient(spec.sink, saved[1], Named(delta, delta_axes))
+        gradients.append(summed_to(rows, next(structs).axes))
     return [x.astype(out.dtype) for x, out in zip(gradients, outputs, strict=True)]
+
+
+def _operand_gradient(
+    plan: _Plan, ranges: Range, trees, name: str, precision
+) -> Named:
+    """The gradient of a field of the score, summed over what makes it small."""
+    trees = jax.tree.map(plan.heads.split, trees)
+    field = trees[3].score.operands[name].squeezed()
+    batch = (*plan.batch, *plan.heads.names)
+    own, looped = operand_sum(field, batch)
+    mapped = tuple(a for a in batch if a not in looped)
+    block = {"t": plan.block_q, "s": plan.block_kv}
+    shape = {"t": plan.num_q * plan.block_q, "s": plan.num_kv * plan.block_kv}
+    count = math.prod(plan.group_size[a] for a in looped)
+
+    def add_head(total, q, k, v, spec, saved):
+        q, k, v = (_without_padding(x, spec) for x in (q, k, v))
+        do, lse, delta = _saved_rows(saved, spec)
+        head = _Head(plan, spec, precision)
+
+        def key_block(total, j):
+            k_block, v_block = head.key_rows(j, k, v)
+
+            def visit(masked, i, total):
+                rows = (q, do, lse[:, None], delta[:, None])
+                q_block, do_block, lse_block, delta_block = head.query_rows(i, *rows)
+                pairs = head.pairs(masked, i, j)
+                p, x = pairs.probabilities(q_block, k_block, lse_block)
+                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                more = pairs.operand_gradient(name, dz, own)
+                at = {"t": i * plan.block_q, "s": j * plan.block_kv}
+                starts = [at[a] for a in own]
+                old = lax.dynamic_slice(total, starts, [block[a] for a in own])
+                return lax.dynamic_update_slice(total, old + more, starts)
+
+            return _at(ranges, j).fold(visit, total), None
+
+        blocks = jnp.arange(plan.num_kv, dtype=jnp.int32)
+        return lax.scan(key_block, total, blocks)[0]
+
+    def over_loop(*trees):
+        def element(total, index):
+            places = {}
+            for axis in reversed(looped):
+                places[axis] = index % plan.group_size[axis]
+                index = index // plan.group_size[axis]
+            chosen = jax.tree.map(functools.partial(_chosen, places=places), trees)
+            return add_head(total, *chosen), None
+
+        dtype = trees[4][1].dtype
+        zeros = jnp.zeros([shape[a] for a in own], dtype)
+        total, _ = lax.scan(element, zeros, jnp.arange(count, dtype=jnp.int32))
+        return (total[tuple(slice(plan.size[a]) for a in own)],)
+
+    axes = (*mapped, *own)
+    (result,) = vmap_named(over_loop, mapped, [axes])(*trees)
+    if plan.heads.names and plan.heads.names[1] not in looped:
+        at = axes.index("g")
+        result = result.reshape(*result.shape[: at - 1], -1, *result.shape[at + 1 :])
+        axes = (*axes[: at - 1], "n", *axes[at + 1 :])
+    return Named(result, axes)
+
+
+def _chosen(x: Named, places: dict[str, Any]) -> Named:
+    """The element of `x` at `places`."""
+    value, axes = x.value, list(x.axes)
+    for name, place in places.items():
+        if name in axes:
+            value = lax.dynamic_index_in_dim(value, place, axes.index(name), False)
+            axes.remove(name)
+    return Named(value, tuple(axes))

@@ -18,7 +18,7 @@ from jax.interpreters import batching, mlir
 
 from jax_flash2 import _backends
 from pallas_kernels.configs import Config
-from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
+from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,23 @@ def forward_outputs(operands) -> tuple[Named, Named]:
     return _struct(axes, size, v.dtype), _struct(lse_axes, size, lse_dtype)
 
 
+def is_differentiable(operand) -> bool:
+    """Whether a call's operand has a gradient: bias and slopes do, lengths do not."""
+    return jnp.issubdtype(operand.dtype, jnp.floating)
+
+
 def _backward_outputs(operands) -> tuple[Named, ...]:
-    """Shape structs of the gradients: like q, k, v, one for each mapped element."""
+    """Shape structs of the gradients, one for each element that `vmap` maps over.
+
+    Args:
+      operands: those of the forward, then o, lse, do and dlse.
+    """
     size = sizes(operands)
+    mapped = tuple(name for name in batch_axes(operands) if is_mapped(name))
     return tuple(
-        _struct(_with_missing(operands, x.axes), size, x.dtype) for x in operands[:3]
+        _struct((*(a for a in mapped if a not in x.axes), *x.axes), size, x.dtype)
+        for x in operands[:-4]
+        if is_differentiable(x)
     )
 
 
@@ -156,7 +168,7 @@ def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value."""
+    """Gradients of the operands that are differentiable, in order."""
     operands = list(map(Named, arrays, problem.axes))
     o_axes, lse_axes = (x.axes for x in forward_outputs(operands))
     axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)

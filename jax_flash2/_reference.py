@@ -14,16 +14,17 @@ from jax import lax
 
 from jax_flash2._chunked import spec_block
 from jax_flash2._operation import Problem, forward_outputs
+from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Heads, Named, batch_axes, sizes, vmap_named
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 
 
 def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     """One head: q [T, H], k [S, H], v [S, Hv] -> o [T, Hv], lse [T]."""
     t, s = q.shape[0], k.shape[0]
-    rows = jnp.arange(t, dtype=jnp.int32)[:, None]
-    columns = jnp.arange(s, dtype=jnp.int32)[None, :]
     spec = spec_block(spec, ("t", "s"))
+    pairs = Pairs(spec, {"t": (0, t), "s": (0, s)}, masked=False, precision=precision)
 
     def existing(x: Named, limit) -> jax.Array:
         """Padding replaced by zeros: no NaN there may meet a product."""
@@ -32,20 +33,20 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
 
     queries = existing(q, spec.q_limit(t))
     keys, values = (existing(x, spec.kv_limit(s)) for x in (k, v))
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    qk = jnp.matmul(queries, keys.T, precision=precision, preferred_element_type=dtype)
-    x, unit = spec.score.apply(qk)
+    x, unit = pairs.scores(queries, keys)
     scores = x * unit
-    keep = spec.keep(rows, columns)
-    keep = jnp.broadcast_to(True if keep is None else keep, scores.shape)
+    rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in (t, s))
+    keep = spec.keep(rows[:, None], columns[None, :])
+    keep = (True if keep is None else keep) & (scores > -jnp.inf)  # as a bias may be
     any_kept = jnp.any(keep, axis=1)
     # Where nothing is kept, any finite row will do: its result is replaced.
     safe = jnp.where(any_kept[:, None], jnp.where(keep, scores, -jnp.inf), 0.0)
     lse = jax.nn.logsumexp(safe, axis=1)
+    if spec.sink is not None:
+        lse = jnp.logaddexp(lse, spec.sink.astype(lse.dtype))
     p = jnp.where(keep, jnp.exp(safe - lse[:, None]), 0.0)
-    o = jnp.matmul(
-        p.astype(v.dtype), values, precision=precision, preferred_element_type=dtype
-    )
+    p = pairs.drop(p) * spec.dropout_scale
+    o = flash2.dot(p.astype(v.dtype), values, "nn", precision)
     # So that cotangents of rows without keys, padding among them, end here.
     o = jnp.where(any_kept[:, None], o, 0.0)
     return o.astype(v.dtype), jnp.where(any_kept, lse, -jnp.inf)

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash2 import _operation, _reference
 from jax_flash2._backends import REFERENCE
-from jax_flash2._operation import Problem
+from jax_flash2._operation import Problem, is_differentiable
 
 # Names for `jax.checkpoint_policies.save_only_these_names`.
 OUTPUT_NAME = "flash2_output"
@@ -29,8 +29,10 @@ def _flash_forward(problem: Problem, arrays):
 
 def _flash_backward(problem: Problem, saved, cotangents):
     arrays, o, lse = saved
-    gradients = _operation.backward(problem, arrays, o, lse, *cotangents)
-    return ((*gradients, *[None] * (len(arrays) - 3)),)
+    gradients = iter(_operation.backward(problem, arrays, o, lse, *cotangents))
+    return (
+        tuple(next(gradients) if is_differentiable(x) else None for x in arrays),
+    )
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -63,6 +63,7 @@ class Config:
       forward: blocks of the forward kernel.
       dkv: blocks of the kernel for the gradients of key and value.
       dq: blocks of the kernel for the gradient of query.
+      operand: blocks of the kernel for the gradient of a bias or of ALiBi's slopes.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
 
     Example:
@@ -74,6 +75,7 @@ class Config:
     forward: Blocks | None = None
     dkv: Blocks | None = None
     dq: Blocks | None = None
+    operand: Blocks | None = None
     interpret: bool = False
 
 
@@ -115,6 +117,11 @@ _CANDIDATES = {
         ],
         256: [(128, 32, 8, 2), (64, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)],
     },
+    "operand": {
+        64: [(128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [(128, 64, 8, 2), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+    },
 }
 
 
@@ -130,6 +137,8 @@ def shared_memory(kernel: str, blocks: Blocks, head_bytes: int) -> int:
         resident, streamed = blocks.block_q / 2, blocks.block_kv
     elif kernel == "dq":  # q and do stay; k and v stream
         resident, streamed = blocks.block_q, blocks.block_kv
+    elif kernel == "operand":  # every loop loads all four
+        resident, streamed = 0, blocks.block_q + blocks.block_kv
     else:  # k and v stay; q and do stream
         resident, streamed = blocks.block_kv, blocks.block_q
     return int((resident + blocks.num_stages * streamed) * head_bytes)

@@ -175,7 +175,7 @@ CASES = [
 ]
 
 SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
-INTERPRETED = Config(SMALL_BLOCKS, SMALL_BLOCKS, SMALL_BLOCKS, interpret=True)
+INTERPRETED = Config(*[SMALL_BLOCKS] * 4, interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
 # How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.

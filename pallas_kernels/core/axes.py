@@ -105,6 +105,40 @@ def batch_axes(operands: Sequence[Any]) -> tuple[str, ...]:
     )
 
 
+def is_mapped(name: str | None) -> bool:
+    """Whether `jax.vmap` made the axis: each of its elements is a call of its own."""
+    return name is not None and name.startswith("v")
+
+
+def summed_to(x: Named, axes: Axes) -> jax.Array:
+    """The sum over the axes of `x` that `axes` lacks, as an array with `axes`."""
+    x = x.squeezed()
+    lost = tuple(i for i, name in enumerate(x.axes) if name not in axes)
+    kept = tuple(name for name in x.axes if name in axes)
+    return Named(jnp.sum(x.value, lost) if lost else x.value, kept).to(axes)
+
+
+def operand_sum(operand: Named, names: Sequence[str]) -> tuple[Axes, Axes]:
+    """How the gradient of an operand of the scores is summed over pairs.
+
+    With an axis of queries and one of keys it is made tile by tile, and what it was
+    broadcast over is looped within a tile, for a result for each would be large. With
+    only one of them it is made for every batch entry and head, and summed afterwards.
+
+    Args:
+      operand: the operand.
+      names: the axes of batch and heads.
+
+    Returns:
+      Its axes among `t` and `s` (at least one), and the names to loop over.
+    """
+    rows = tuple(name for name in ("t", "s") if name in operand.axes) or ("t",)
+    if len(rows) == 1:
+        return rows, ()
+    looped = (a for a in names if a not in operand.axes and not is_mapped(a))
+    return rows, tuple(looped)
+
+
 def vmap_named(
     function: Callable, names: Sequence[str], out_axes: Sequence[Axes]
 ) -> Callable:

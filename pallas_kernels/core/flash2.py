@@ -15,7 +15,7 @@ Backward (section 3.1.2, algorithm 2). With p = exp(s - lse) recomputed,
     dv = p^T do,   dp = do v^T,   ds = p * (dp - delta),   dq = ds k,   dk = ds^T q
 
 where delta = rowsum(do * o) - dlse; dlse is the cotangent of lse, zero when only the
-output is used.
+output is used. Dropout multiplies p where it meets v, and dp, by 0 or a constant.
 
 Inside, exponents are of base 2: exp(s) = exp2(log2(e) * s), one multiplication that
 folds into the scale. A block of scores arrives as `(x, unit)`, score = unit * x with a
@@ -71,14 +71,26 @@ def step(state: State, x: jax.Array, unit: float, product: Callable) -> State:
     return State(m, l, acc)
 
 
-def finish(state: State) -> tuple[jax.Array, jax.Array]:
+def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
     """Output [rows, value head size] and log-sum-exp [rows] (natural logarithm).
 
     A row that kept nothing has output 0 and log-sum-exp -inf.
+
+    Args:
+      state: after the last block.
+      sink: a logit that joins every row's softmax, without a value; or None.
     """
-    empty = state.l == 0.0
-    o = state.acc / jnp.where(empty, 1.0, state.l)[:, None]
-    return o, state.m * LN_2 + jnp.log(state.l)
+    m, l, acc = state
+    empty = l == 0.0
+    if sink is not None:
+        sink = sink.astype(m.dtype) * LOG2_E
+        joint = jnp.maximum(m, sink)
+        shift = jnp.where(empty, 0.0, joint)
+        alpha = jnp.exp2(m - shift)
+        l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
+        m, acc = jnp.where(empty, m, joint), acc * alpha[:, None]
+    o = acc / jnp.where(empty, 1.0, l)[:, None]
+    return o, m * LN_2 + jnp.log(l)
 
 
 def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
@@ -88,6 +100,15 @@ def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.A
     """
     rowsum = jnp.sum(o.astype(lse.dtype) * do.astype(lse.dtype), axis=-1)
     return jnp.where(lse == -jnp.inf, 0.0, rowsum - dlse)
+
+
+def sink_gradient(sink: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """What each row adds to the gradient of its sink (arrays that broadcast).
+
+    The sink is one more score, whose value is 0: dp is 0 there.
+    """
+    p = jnp.exp(sink.astype(lse.dtype) - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    return -p * delta
 
 
 def lse_log2(lse: jax.Array) -> jax.Array:

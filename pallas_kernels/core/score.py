@@ -1,37 +1,90 @@
 """The score of a (query, key) pair, and its gradient, side by side.
 
-    s = scale * q.k
+    z = scale * q.k + bias - slope * |query position - key position|
+    s = soft_cap * tanh(z / soft_cap), or z without a soft cap
 
-Further terms (bias, ALiBi, soft cap) belong here, and nowhere else.
+Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSpec`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Score:
     """How a product q.k becomes a score.
 
     Constant factors are left to the caller, who folds them into a multiplication that
     is made anyway: the exponent's, or the one at the end of an accumulation.
+
+    Attributes:
+      scale: of the product (static).
+      soft_cap: largest size of a score, > 0, or None (static).
+      bias: added to the product, any broadcast over batch, heads, queries and keys.
+      slopes: ALiBi's, one for each head.
     """
 
-    scale: float
+    scale: float = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+    bias: Any = None
+    slopes: Any = None
 
-    def apply(self, qk: jax.Array) -> tuple[jax.Array, float]:
-        """A block of scores as `(x, unit)`, score = unit * x with unit > 0."""
-        if self.scale > 0:
-            return qk, self.scale
-        return qk * self.scale, 1.0
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The fields that have gradients."""
+        fields = {"bias": self.bias, "slopes": self.slopes}
+        return {name: x for name, x in fields.items() if x is not None}
 
-    def gradient(self, ds: jax.Array) -> jax.Array:
-        """The gradient of `qk` from that of the score, over `gradient_unit`."""
-        return ds
+    @property
+    def positional(self) -> bool:
+        """Whether the score depends on the distance of query and key."""
+        return self.slopes is not None
+
+    def apply(
+        self, qk: jax.Array, distance: jax.Array | None, tanh: Callable = jnp.tanh
+    ) -> tuple[jax.Array, float]:
+        """A block of scores as `(x, unit)`, score = unit * x with unit > 0.
+
+        Args:
+          qk: products.
+          distance: |query position - key position|, if `positional`.
+          tanh: the backend's.
+        """
+        unit = self.soft_cap or 1.0
+        if self.bias is None and self.slopes is None and self.soft_cap is None:
+            if self.scale > 0:
+                return qk, self.scale
+            return qk * self.scale, unit
+        x = qk * (self.scale / unit)
+        if self.bias is not None:
+            x = x + self.bias.astype(x.dtype) * (1 / unit)
+        if self.slopes is not None:
+            x = x - (self.slopes.astype(x.dtype) * (1 / unit)) * distance
+        return (x if self.soft_cap is None else tanh(x)), unit
+
+    def gradient(self, ds: jax.Array, x: jax.Array) -> jax.Array:
+        """The gradient of z from that of the score; `x` of `apply`, -inf if masked."""
+        if self.soft_cap is None:
+            return ds
+        x = jnp.maximum(x, -1.0)  # what a mask made -inf: ds is 0 there
+        return ds * (1.0 - x * x)
 
     @property
     def gradient_unit(self) -> float:
+        """Gradient of q.k over that of z."""
         return self.scale
+
+    def operand_gradients(self, dz: jax.Array, distance: jax.Array | None) -> Score:
+        """What a block of gradients of z adds to those of the fields, pair by pair."""
+        bias = None if self.bias is None else dz
+        slopes = None if self.slopes is None else -dz * distance
+        return dataclasses.replace(self, bias=bias, slopes=slopes)

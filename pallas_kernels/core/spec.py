@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.core import flash2
 from pallas_kernels.core import mask as mask_lib
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.mask import Atom, DataDependent, Lengths, Range
 from pallas_kernels.core.score import Score
 
@@ -24,18 +27,22 @@ class AttentionSpec:
     """Score, mask atoms and positions of an attention call.
 
     Attributes:
-      score: how q.k becomes a score (static).
+      score: how q.k becomes a score.
       masks: the mask atoms; a pair is kept when all keep it.
       offset: position of query row 0 (static part); key row 0 stands at 0.
       traced_offset: int32 scalar added to it, or None.
+      sink: a logit for each head that joins the softmax, or None.
+      dropout: of the probabilities, or None.
       kv_table: for each query block, the `Range` of key blocks that the data-dependent
         atoms allow (None without any); `q_table` is its twin for key blocks.
     """
 
-    score: Score = dataclasses.field(metadata={"static": True})
+    score: Score
     masks: tuple[Atom, ...] = ()
     offset: int = dataclasses.field(default=0, metadata={"static": True})
     traced_offset: Any = None
+    sink: Any = None
+    dropout: Dropout | None = None
     kv_table: Range | None = None
     q_table: Range | None = None
 
@@ -45,6 +52,11 @@ class AttentionSpec:
         if self.traced_offset is None:
             return self.offset
         return self.traced_offset + self.offset
+
+    @property
+    def dropout_scale(self) -> float:
+        """What the probabilities that dropout kept are multiplied by."""
+        return 1.0 if self.dropout is None else self.dropout.scale
 
     def keep(self, q, kv) -> jax.Array | None:
         """Which pairs are kept, or None for all.
@@ -78,6 +90,17 @@ class AttentionSpec:
         end = Lengths(key_value=kv_size)
         return dataclasses.replace(self, masks=(*self.masks, end))
 
+    def for_ranges(self) -> AttentionSpec:
+        """What block ranges depend on, and nothing else."""
+        return AttentionSpec(
+            Score(1.0),
+            tuple(a for a in self.masks if not isinstance(a, DataDependent)),
+            self.offset,
+            self.traced_offset,
+            kv_table=self.kv_table,
+            q_table=self.q_table,
+        )
+
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv, self.kv_table)
@@ -110,3 +133,10 @@ class AttentionSpec:
             kv_table=mask_lib.block_table(relations, "j", -(-kv_size // block_kv)),
             q_table=mask_lib.block_table(relations, "i", -(-q_size // block_q)),
         )
+
+
+def sink_gradient(sink: Named, lse: Named, delta: Named) -> Named:
+    """What each row adds to the gradient of its sink (`flash2.sink_gradient`)."""
+    operands = [x.squeezed() for x in (sink, lse, delta)]
+    axes = tuple(dict.fromkeys(a for x in operands[::-1] for a in x.axes))
+    return Named(flash2.sink_gradient(*(x.to(axes) for x in operands)), axes)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import configs
-from pallas_kernels.core.axes import Named, batch_axes, sizes
-from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
+from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.triton import support
 from pallas_kernels.triton.backward import dkv, dq
+from pallas_kernels.triton.backward import operand as operand_kernel
 from pallas_kernels.triton.forward import forward as forward_kernel
 
 MAX_HEAD_SIZE = 256
@@ -90,12 +94,13 @@ def backward(
     v: Named,
     spec: AttentionSpec,
     saved: tuple[Named, Named, Named, Named],
-    outputs: tuple[Named, Named, Named],
+    outputs: tuple[Named, ...],
     *,
     config: configs.Config | None,
     precision,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of q, k and v from `saved`: o, lse, do and dlse."""
+    """Gradients of q, k, v and the spec's operands from `saved`: o, lse, do and dlse."""
+    sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     options = {"config": config, "precision": precision}
     _, lse, do, _ = saved
     delta = _delta_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
@@ -103,5 +108,35 @@ def backward(
         dq, "dq", q, k, v, spec, saved, (outputs[0], delta), **options
     )
     saved = (lse, Named(delta_array, delta.axes), do)
-    grads_kv = _run(dkv, "dkv", q, k, v, spec, saved, outputs[1:], **options)
-    return grad_q, *grads_kv
+    dkv_outputs, structs = outputs[1:3], iter(outputs[3:])
+    gradients = [
+        grad_q,
+        *_run(dkv, "dkv", q, k, v, spec, saved, dkv_outputs, **options),
+    ]
+    for field in spec.score.operands:
+        gradients.append(
+            _operand_gradient(q, k, v, spec, saved, next(structs), field, options)
+        )
+    if sink is not None:
+        out = next(structs)
+        rows = sink_gradient(sink, saved[0], saved[1])
+        gradients.append(summed_to(rows, out.axes).astype(out.dtype))
+    return tuple(gradients)
+
+
+def _operand_gradient(q, k, v, spec, saved, out: Named, field: str, options):
+    """The gradient `out` of a field of the score."""
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved]
+    size = sizes(operands)
+    batch = (*batch_axes(operands), *(["n"] if "n" in size else []))
+    rows, looped = operand_sum(out, batch)
+    mapped = [a for a in batch if a not in looped]
+    if len(rows) == 2:
+        axes = tuple(a for a in out.axes if a is not None)
+    else:
+        axes = (*mapped, *rows)
+    dtype = out.dtype if len(rows) == 2 else jnp.float32
+    result = Named(jax.ShapeDtypeStruct([size[a] for a in axes], dtype), axes)
+    kernel = functools.partial(operand_kernel, field=field, looped=looped)
+    (total,) = _run(kernel, "operand", q, k, v, spec, saved, (result,), **options)
+    return summed_to(Named(total, axes), out.axes).astype(out.dtype)

@@ -10,11 +10,16 @@ Shared memory: k, v [block_kv, ...] and num_stages times q, do [block_q, ...].
 `dq`: one program per block of query rows, the forward's loop with dq as its sum.
 Shared memory: q, do [block_q, ...] and num_stages times k, v [block_kv, ...].
 
+`operand`: one program per tile of a bias's gradient, summed over whatever the bias was
+broadcast over; XLA drops it from a program that does not use that gradient.
+
 Two kernels instead of one with atomic additions to dq: seven products instead of five,
 but the sums have one order, so that the same inputs give the same bits.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +28,9 @@ from jax import lax
 
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program
+from pallas_kernels.triton import memory, program, support
 
 
 def dkv(
@@ -49,10 +54,15 @@ def dkv(
     """
     layout = memory.Layout(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
-        parallel="s",
+        parallel=("s",),
         heads="k",
         blocks=blocks,
     )
+
+    how = {
+        "precision": precision,
+        "arithmetic": support.arithmetic(q.dtype, interpret),
+    }
 
     def kernel(q, k, v, spec, saved, outputs):
         lse, delta, do = saved
@@ -65,18 +75,19 @@ def dkv(
 
             def visit(masked, i, state):
                 dk, dv = state
-                here = program.visit_at(head_spec, head_where, layout, masked, "t", i)
+                here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
+                pairs = program.pairs(
+                    head_spec, here, ("s", "t"), masked=masked, **how
+                )
                 q_block = q.load(("t", "h"), here)
-                qk = flash2.dot(k_block, q_block, "nt", precision)
-                x, unit = program.scores(head_spec, qk, masked, here, ("s", "t"))
                 lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))
-                p = flash2.probabilities(x, unit, lse_log2)
+                p, x = pairs.probabilities(q_block, k_block, lse_log2)
                 do_block = do.load(("t", "d"), here)
-                dv = dv + flash2.dot(p.astype(do.dtype), do_block, "nn", precision)
-                dp = flash2.dot(v_block, do_block, "nt", precision)
-                ds = flash2.score_gradient(p, dp, delta.load(("s", "t"), here))
-                dqk = head_spec.score.gradient(ds)
-                dk = dk + flash2.dot(dqk.astype(q.dtype), q_block, "nn", precision)
+                dropped = pairs.drop(p).astype(do.dtype)
+                dv = dv + flash2.dot(dropped, do_block, "nn", precision)
+                delta_block = delta.load(("s", "t"), here)
+                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                dk = dk + flash2.dot(dz.astype(q.dtype), q_block, "nn", precision)
                 return dk, dv
 
             return q_blocks.fold(visit, state)
@@ -90,6 +101,7 @@ def dkv(
         else:
             dk, dv = lax.fori_loop(np.int32(0), np.int32(layout.group), head, state)
         dk = dk * spec.score.gradient_unit
+        dv = dv * spec.dropout_scale if spec.dropout else dv
         where["s"] = layout.rows_at("s", where["s"].start)
         for view, value in zip(outputs, (dk, dv), strict=True):
             view.store(value, where)
@@ -126,10 +138,15 @@ def dq(
     """
     layout = memory.Layout(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
-        parallel="t",
+        parallel=("t",),
         heads="n",
         blocks=blocks,
     )
+
+    how = {
+        "precision": precision,
+        "arithmetic": support.arithmetic(q.dtype, interpret),
+    }
 
     def kernel(q, k, v, spec, saved, outputs):
         o, lse, do, dlse = saved
@@ -144,16 +161,13 @@ def dq(
         lse_log2 = flash2.lse_log2(lse_block)[:, None]
 
         def visit(masked, j, dq):
-            here = program.visit_at(spec, where, layout, masked, "s", j)
+            here = program.visit_at(spec, where, layout, "s", j, masked)
+            pairs = program.pairs(spec, here, ("t", "s"), masked=masked, **how)
             k_block = k.load(("s", "h"), here)
             v_block = v.load(("s", "d"), here)
-            qk = flash2.dot(q_block, k_block, "nt", precision)
-            x, unit = program.scores(spec, qk, masked, here, ("t", "s"))
-            p = flash2.probabilities(x, unit, lse_log2)
-            dp = flash2.dot(do_block, v_block, "nt", precision)
-            ds = flash2.score_gradient(p, dp, delta[:, None])
-            dqk = spec.score.gradient(ds)
-            return dq + flash2.dot(dqk.astype(k.dtype), k_block, "nn", precision)
+            p, x = pairs.probabilities(q_block, k_block, lse_log2)
+            dz = pairs.score_gradient(p, x, do_block, v_block, delta[:, None])
+            return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", precision)
 
         dq = jnp.zeros((blocks.block_q, where["h"].size), jnp.float32)
         dq = kv_blocks.fold(visit, dq) * spec.score.gradient_unit
@@ -167,6 +181,84 @@ def dq(
         (q, k, v, spec, saved),
         outputs,
         name="flash2_dq",
+        blocks=blocks,
+        interpret=interpret,
+    )
+
+
+def operand(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named],
+    outputs: tuple[Named],
+    *,
+    field: str,
+    looped: Axes,
+    blocks: Blocks,
+    precision,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Gradient of an operand of the score (bias, ALiBi's slopes).
+
+    One program per tile of the result, or per block of it where it lacks queries or
+    keys; the batch entries and heads in `looped` are summed in its registers.
+
+    Args:
+      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      saved: as for `dkv`.
+      outputs: the result: the operand's axes, or all of batch and heads and its rows.
+      field: name of the operand among the fields of the score.
+      looped: axes of batch and heads that the result lacks.
+    """
+    own = tuple(name for name in ("t", "s") if name in outputs[0].axes)
+    layout = memory.Layout(
+        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
+        parallel=own,
+        heads="n",
+        blocks=blocks,
+        looped=looped,
+    )
+    how = {
+        "precision": precision,
+        "arithmetic": support.arithmetic(q.dtype, interpret),
+    }
+
+    def kernel(q, k, v, spec, saved, outputs):
+        lse, delta, do = saved
+        spec, where, result = program.tile_program(spec, layout)
+
+        def add_element(index, total):
+            here_spec, here, name, todo = program.element(spec, where, layout, index)
+
+            def visit(masked, block, total):
+                at = program.visit_at(here_spec, here, layout, name, block, masked)
+                pairs = program.pairs(here_spec, at, ("t", "s"), masked=masked, **how)
+                lse_log2 = flash2.lse_log2(lse.load(("t", "s"), at))
+                q_block, k_block = q.load(("t", "h"), at), k.load(("s", "h"), at)
+                p, x = pairs.probabilities(q_block, k_block, lse_log2)
+                do_block, v_block = do.load(("t", "d"), at), v.load(("s", "d"), at)
+                delta_block = delta.load(("t", "s"), at)
+                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                return total + pairs.operand_gradient(field, dz, own)
+
+            return todo.fold(visit, total)
+
+        total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
+        count = math.prod(layout.looped.values())
+        if looped:
+            total = lax.fori_loop(np.int32(0), np.int32(count), add_element, total)
+        else:
+            total = add_element(np.int32(0), total)
+        outputs[0].store(total, result)
+
+    return memory.call(
+        kernel,
+        layout,
+        (q, k, v, spec, saved),
+        outputs,
+        name=f"flash2_d{field}",
         blocks=blocks,
         interpret=interpret,
     )

@@ -16,7 +16,7 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program
+from pallas_kernels.triton import memory, program, support
 
 
 def forward(
@@ -42,29 +42,35 @@ def forward(
     """
     layout = memory.Layout(
         [q, k, v, *jax.tree.leaves(spec), *outputs],
-        parallel="t",
+        parallel=("t",),
         heads="n",
         blocks=blocks,
     )
+
+    how = {
+        "precision": precision,
+        "arithmetic": support.arithmetic(q.dtype, interpret),
+    }
 
     def kernel(q, k, v, spec, outputs):
         spec, where, kv_blocks = program.query_program(spec, layout)
         q_block = q.load(("t", "h"), where)
 
         def visit(masked, j, state):
-            here = program.visit_at(spec, where, layout, masked, "s", j)
-            k_block = k.load(("s", "h"), here)
-            qk = flash2.dot(q_block, k_block, "nt", precision)
-            x, unit = program.scores(spec, qk, masked, here, ("t", "s"))
+            here = program.visit_at(spec, where, layout, "s", j, masked)
+            pairs = program.pairs(spec, here, ("t", "s"), masked=masked, **how)
+            x, unit = pairs.scores(q_block, k.load(("s", "h"), here))
             v_block = v.load(("s", "d"), here)
 
             def product(p):
-                return flash2.dot(p.astype(v_block.dtype), v_block, "nn", precision)
+                p = pairs.drop(p).astype(v.dtype)
+                return flash2.dot(p, v_block, "nn", precision)
 
             return flash2.step(state, x, unit, product)
 
-        state = flash2.init(blocks.block_q, where["d"].size)
-        values = flash2.finish(kv_blocks.fold(visit, state))
+        state = kv_blocks.fold(visit, flash2.init(blocks.block_q, where["d"].size))
+        o, lse = flash2.finish(state, spec.sink)
+        values = (o * spec.dropout_scale if spec.dropout else o), lse
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, values, strict=True):

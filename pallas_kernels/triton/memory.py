@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.configs import Blocks, padded
-from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 from pallas_kernels.triton import support
 
 
@@ -127,25 +127,35 @@ class Layout:
 
     Args:
       operands: every operand, `Named`.
-      parallel: the axis that programs divide among them: `t` or `s`.
+      parallel: the axes that programs divide among them: `t`, `s` or both.
       heads: the head axis of the grid: `n`, or `k` for a kernel that loops over the
         query heads of a group.
       blocks: block sizes.
+      looped: axes of heads (`n`) and batch that a program loops over.
     """
 
-    def __init__(self, operands, parallel: str, heads: str, blocks: Blocks):
+    def __init__(
+        self,
+        operands,
+        parallel: Axes,
+        heads: str,
+        blocks: Blocks,
+        looped: Axes = (),
+    ):
         size = sizes(operands)
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
-        self.num_blocks = pl.cdiv(size[parallel], self.rows[parallel])
+        self.num_blocks = {a: pl.cdiv(size[a], self.rows[a]) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share
         # keys and values (blocks of one head, heads of one group) run together.
         names = [heads] if heads in size else []
         names += reversed(batch_axes(operands))
-        self.names = (parallel, *names)
-        self.grid = (self.num_blocks, *(size[name] for name in names))
+        names = [name for name in names if name not in looped]
+        self.names = (*parallel, *names)
+        self.grid = (*self.num_blocks.values(), *(size[name] for name in names))
         self.heads = heads
+        self.looped = {name: size[name] for name in looped}
 
     def rows_at(self, name: str, start, limit=None) -> Rows:
         """The block of `t` or `s` that starts at `start`.
@@ -165,7 +175,9 @@ class Layout:
         places: list[Callable] = []
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
-            if name in ("t", "s", "i", "j"):
+            if name in ("t", "s", "i", "j", *self.looped):
+                block = size
+            elif name == "k" and "n" in self.looped:
                 block = size
             elif name in ("h", "d"):
                 block = padded(size)

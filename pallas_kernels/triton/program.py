@@ -6,14 +6,16 @@ blocks that its range names (`core.mask.Range.fold`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.core.mask import Range
+from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.mask import Range, everything
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton.memory import Layout, Rows, load_tree
 
@@ -33,7 +35,7 @@ def query_program(
     i = pl.program_id(0)
     if any(getattr(atom, "right", None) is not None for atom in spec.masks):
         # Under a causal mask the last rows have the most keys: they start first.
-        i = layout.num_blocks - 1 - i
+        i = layout.num_blocks["t"] - 1 - i
     where: Where = {"i": i}
     spec = load_tree(_with_end(spec, layout), ("t", "s"), where)
     start = i * block
@@ -67,8 +69,60 @@ def query_head(
     return spec, where, q_blocks
 
 
+def tile_program(
+    spec: AttentionSpec, layout: Layout
+) -> tuple[AttentionSpec, Where, Where]:
+    """The start of a program that owns a tile of pairs, or a block of rows or keys.
+
+    Returns:
+      The spec, where the program is (`element` says where its rows lie), and where its
+      results go.
+    """
+    own = tuple(layout.num_blocks)
+    names = {"t": "i", "s": "j"}
+    where: Where = {names[a]: pl.program_id(axis) for axis, a in enumerate(own)}
+    result: Where = {
+        a: layout.rows_at(a, where[names[a]] * layout.rows[a]) for a in own
+    }
+    spec = _with_end(spec, layout) if "t" in own else spec
+    return load_tree(spec, ("t", "s"), where), where | _heads(layout), result
+
+
+def element(
+    spec: AttentionSpec, where: Where, layout: Layout, index
+) -> tuple[AttentionSpec, Where, str, Range]:
+    """Number `index` of the looped heads and batch entries of a `tile_program`.
+
+    Returns:
+      The spec, where the rows of the tile lie, the axis that is left to visit (that of
+      keys for a whole tile) and the range of its blocks.
+    """
+    where = dict(where)
+    for name, size in reversed(layout.looped.items()):
+        where[name] = lax.rem(index, jnp.int32(size))
+        index = lax.div(index, jnp.int32(size))
+    if "n" in layout.looped:
+        where["k"] = lax.div(where["n"], jnp.int32(layout.group))
+    spec = load_tree(spec, ("t", "s"), where)
+    if "i" in where:
+        start = where["i"] * layout.rows["t"]
+        where["t"] = layout.rows_at("t", start, spec.q_limit(layout.size["t"]))
+        spec = load_tree(spec, ("t", "s"), where) if "j" not in where else spec
+        end = _end(layout, "t", start)
+        blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
+        if "j" in where:
+            blocks = blocks & everything(where["j"], where["j"] + 1)
+        return spec, where, "s", blocks
+    start = where["j"] * layout.rows["s"]
+    where["s"] = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
+    spec = load_tree(spec, ("t", "s"), where)
+    end = _end(layout, "s", start)
+    blocks = spec.q_blocks(start, end, layout.size["t"], layout.rows["t"])
+    return spec, where, "t", blocks
+
+
 def visit_at(
-    spec: AttentionSpec, where: Where, layout: Layout, masked: bool, name: str, block
+    spec: AttentionSpec, where: Where, layout: Layout, name: str, block, masked: bool
 ) -> Where:
     """Where block number `block` of axis `name` lies.
 
@@ -83,24 +137,21 @@ def visit_at(
     return {**where, name: layout.rows_at(name, start, limit)}
 
 
-def scores(
+def pairs(
     spec: AttentionSpec,
-    qk: jax.Array,
-    masked: bool,
-    where: Mapping[str, Any],
+    where: Where,
     order: tuple[str, str],
-) -> tuple[jax.Array, float]:
-    """Scores `(x, unit)` of a block of products with axes `order`; -inf if masked."""
-    x, unit = spec.score.apply(qk)
+    *,
+    masked: bool,
+    precision,
+    arithmetic: Arithmetic,
+) -> Pairs:
+    """The block of pairs at `where`, with the fields that it needs loaded."""
     if not masked:
-        return x, unit
+        spec = dataclasses.replace(spec, masks=())
     spec = load_tree(spec, order, where)
-    q, kv = (
-        jnp.expand_dims(where[name].numbers, 1 - order.index(name))
-        for name in ("t", "s")
-    )
-    keep = spec.keep(q, kv)
-    return (x if keep is None else jnp.where(keep, x, -jnp.inf)), unit
+    rows = {name: (where[name].start, where[name].size) for name in order}
+    return Pairs(spec, rows, order, masked, precision, arithmetic)
 
 
 def _with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

@@ -6,10 +6,12 @@ import contextlib
 import warnings
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import configs
+from pallas_kernels.core.arithmetic import Arithmetic
 
 load = plgpu.load
 store = plgpu.store
@@ -75,3 +77,25 @@ def pallas_call(kernel, *, blocks: configs.Blocks, interpret: bool, **kwargs):
         num_warps=blocks.num_warps, num_stages=blocks.num_stages
     )
     return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, **kwargs)
+
+
+def arithmetic(dtype, interpret: bool) -> Arithmetic:
+    """The GPU's own instructions, where the interpreter is not asked for."""
+    if interpret:
+        return Arithmetic()
+    # The approximate tanh is off by 2^-11: less than the rounding of bfloat16.
+    tanh = jnp.tanh if dtype == jnp.float32 else plgpu.approx_tanh
+    return Arithmetic(tanh=tanh, wide_product=_wide_product)
+
+
+def _wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = jnp.broadcast_arrays(a, b)
+    shape = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    high, low = plgpu.elementwise_inline_asm(
+        "{ .reg .u64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t; }",
+        args=[a, b],
+        constraints="=r,=r,r,r",
+        pack=1,
+        result_shape_dtypes=[shape, shape],
+    )
+    return high, low

@@ -1,0 +1,101 @@
+"""Dropout: which probabilities are kept, from counters, the same in every backend.
+
+The bits of a (query, key) pair follow from a seed and the pair's row numbers alone, by
+Philox 2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no state,
+no array of T x S, and the same mask whatever the block sizes, the orientation of a block
+or the order of the loops. Forward and backward make it anew.
+
+One call of the cipher gives 64 bits for four pairs, 16 bits for each: rows r and r + 8 of
+sixteen, of queries and of keys. A tensor core's result has just these rows in one thread,
+so that the bits need not change hands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.core.arithmetic import Arithmetic
+
+GROUP = 16  # rows of a block are multiples of it, and so is where they start
+_LEVELS = 1 << 16
+_MULTIPLIER, _WEYL = 0xD256D193, 0x9E3779B9
+# The fewest rounds that pass BigCrush (Salmon et al. 2011, table 2).
+_ROUNDS = 7
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Drops each probability with a chance of `rate`, a multiple of 2**-16.
+
+    Attributes:
+      seed: two uint32 for each batch entry and head.
+      threshold: 16-bit numbers below it are kept (static).
+    """
+
+    seed: tuple[Any, Any]
+    threshold: int = dataclasses.field(metadata={"static": True})
+
+    @staticmethod
+    def threshold_of(rate: float) -> int:
+        return round((1.0 - rate) * _LEVELS)
+
+    @property
+    def scale(self) -> float:
+        """What kept probabilities are multiplied by."""
+        return _LEVELS / self.threshold
+
+    def keep(
+        self,
+        rows: dict[str, tuple[Any, int]],
+        order: tuple[str, str],
+        arithmetic: Arithmetic,
+    ) -> jax.Array:
+        """Which pairs of a block are kept; `seed` holds scalars.
+
+        Args:
+          rows: (start, size) of `t` (queries) and `s` (keys), multiples of 16.
+          order: the block's axes: ("t", "s"), or ("s", "t") for a transposed one.
+          arithmetic: the backend's.
+        """
+        pairs = {}
+        for axis, name in enumerate(order):
+            start, size = rows[name]
+            first = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
+            index = (first + lax.iota(jnp.int32, size // 2)).astype(jnp.uint32)
+            pairs[name] = jnp.expand_dims(index, 1 - axis)
+        shape = tuple(rows[name][1] // 2 for name in order)
+        key, tweak = (x.astype(jnp.uint32) for x in self.seed)
+        words = _philox(pairs["s"], pairs["t"] ^ tweak, key, shape, arithmetic)
+        # A word belongs to query rows r or r + 8, its halves to key rows r and r + 8.
+        if order[0] == "t":
+            bits = _halves(_joined(*words))
+        else:
+            bits = _joined(*map(_halves, words))
+        kept = bits < jnp.uint32(self.threshold)
+        groups = tuple(x for n in shape for x in (n // 8, 8))
+        kept = kept.reshape(*groups, 2, 2)
+        kept = jnp.transpose(kept, (0, 4, 1, 2, 5, 3))
+        return kept.reshape(tuple(2 * n for n in shape))
+
+
+def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.concatenate([a[..., None], b[..., None]], axis=-1)
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    return _joined(x & jnp.uint32(_LEVELS - 1), x >> jnp.uint32(16))
+
+
+def _philox(x0, x1, key, shape, arithmetic: Arithmetic):
+    """Two words of 32 bits for counters (x0, x1) that broadcast against `shape`."""
+    for _ in range(_ROUNDS):
+        high, low = arithmetic.wide_product(x0, jnp.uint32(_MULTIPLIER))
+        x0, x1 = high ^ key ^ x1, low
+        key = key + jnp.uint32(_WEYL)
+    return jnp.broadcast_to(x0, shape), jnp.broadcast_to(x1, shape)

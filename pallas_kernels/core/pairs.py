@@ -1,0 +1,119 @@
+"""A block of (query, key) pairs: its scores, probabilities and their gradients.
+
+Everything that a spec says about a pair meets the recurrences of `flash2` here, once for
+every loop of every backend, forward and backward, in either orientation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.core import flash2
+from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.axes import Axes
+from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Where a block lies, and the spec with its fields loaded for it.
+
+    Attributes:
+      spec: array fields hold what broadcasts against the block.
+      rows: (start, size) of `t` (query rows) and `s` (key rows).
+      order: axes of the block: ("t", "s"), or ("s", "t") for a transposed one.
+      masked: whether some pair may be masked; if not, no mask is evaluated.
+      precision: of float32 products.
+      arithmetic: the backend's.
+    """
+
+    spec: AttentionSpec
+    rows: Mapping[str, tuple[Any, int]]
+    order: tuple[str, str] = ("t", "s")
+    masked: bool = True
+    precision: Any = None
+    arithmetic: Arithmetic = Arithmetic()
+
+    def _numbers(self, name: str) -> jax.Array:
+        start, size = self.rows[name]
+        return jnp.expand_dims(
+            start + lax.iota(jnp.int32, size), 1 - self.order.index(name)
+        )
+
+    @functools.cached_property
+    def _distance(self) -> jax.Array | None:
+        if not self.spec.score.positional:
+            return None
+        position = self._numbers("t") + self.spec.start
+        return jnp.abs(position - self._numbers("s")).astype(jnp.float32)
+
+    @functools.cached_property
+    def _kept(self) -> jax.Array | None:
+        dropout = self.spec.dropout
+        if dropout is None:
+            return None
+        groups = {n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()}
+        kept = dropout.keep(groups, self.order, self.arithmetic)
+        shape = tuple(self.rows[name][1] for name in self.order)
+        return kept if kept.shape == shape else kept[: shape[0], : shape[1]]
+
+    def _product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+        """The products of rows [query rows, h] and [key rows, h], pair by pair."""
+        first, second = of_queries, of_keys
+        if self.order == ("s", "t"):
+            first, second = second, first
+        return flash2.dot(first, second, "nt", self.precision)
+
+    def scores(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, float]:
+        """`(x, unit)`, score = unit * x; x is -inf where masked."""
+        score, tanh = self.spec.score, self.arithmetic.tanh
+        x, unit = score.apply(self._product(q, k), self._distance, tanh)
+        if self.masked:
+            keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
+            x = x if keep is None else jnp.where(keep, x, -jnp.inf)
+        return x, unit
+
+    def probabilities(
+        self, q: jax.Array, k: jax.Array, lse_log2: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The softmax, from the saved log-sum-exp, and the x of `scores`."""
+        x, unit = self.scores(q, k)
+        return flash2.probabilities(x, unit, lse_log2), x
+
+    def drop(self, p: jax.Array) -> jax.Array:
+        """Dropout without its scale (`AttentionSpec.dropout_scale`)."""
+        return p if self._kept is None else jnp.where(self._kept, p, 0.0)
+
+    def score_gradient(
+        self,
+        p: jax.Array,
+        x: jax.Array,
+        do: jax.Array,
+        v: jax.Array,
+        delta: jax.Array,
+    ) -> jax.Array:
+        """dz, the gradient before the soft cap; p and x are those of `probabilities`."""
+        dp = self._product(do, v)
+        if self._kept is not None:
+            dp = self.drop(dp) * self.spec.dropout_scale
+        return self.spec.score.gradient(flash2.score_gradient(p, dp, delta), x)
+
+    def operand_gradient(self, name: str, dz: jax.Array, rows: Axes) -> jax.Array:
+        """What the block adds to the gradient of a field of the score.
+
+        Args:
+          name: of the field.
+          dz: of `score_gradient`.
+          rows: which of `t` and `s` the result has; the sum over the other is taken.
+        """
+        full = getattr(self.spec.score.operand_gradients(dz, self._distance), name)
+        lost = tuple(i for i, axis in enumerate(self.order) if axis not in rows)
+        return jnp.sum(full, axis=lost) if lost else full
