@@ -17,8 +17,9 @@ def attention(
     query,
     key,
     value,
-    *,
+    bias=None,
     mask=None,
+    *,
     scale: float | None = None,
     is_causal: bool = False,
     query_seq_lengths=None,
@@ -27,6 +28,12 @@ def attention(
     query_segment_ids=None,
     key_value_segment_ids=None,
     query_offset=0,
+    logits_soft_cap: float | None = None,
+    alibi_slopes=None,
+    sinks=None,
+    dropout_rate: float = 0.0,
+    dropout_rng=None,
+    broadcast_dropout: bool = False,
     precision=None,
     implementation: str | None = None,
     config: Config | None = None,
@@ -34,9 +41,9 @@ def attention(
 ):
     """Exact attention with memory linear in the lengths (FlashAttention-2).
 
-        s = scale * query . key
-        p = softmax(s over the keys that the query may attend to)
-        out = p . value
+        s = soft_cap(scale * query . key + bias + alibi)
+        p = softmax(s over the keys that the query may attend to, and the sink)
+        out = dropout(p) . value
 
     B stands for any number of batch axes (none included), T for query rows, S for key
     rows, N for query heads, K for key/value heads, H and Hv for head sizes. T and S may
@@ -47,6 +54,10 @@ def attention(
       key: [*B, S, K, H] in the dtype of query; or [S, H]. K divides N: query head n
         reads key/value head n // (N // K) (grouped-query attention).
       value: [*B, S, K, Hv] in the dtype of query; or [S, Hv].
+      bias: added to the scaled products: any float dtype, broadcasts against
+        [*B, N, T, S] ([T, S] for a single head), missing axes on the left. -inf masks.
+        Differentiable; its gradient is summed inside the kernels, in memory of its own
+        size (one for each element of an axis that `jax.vmap` maps).
       mask: bool, True where a query may attend to a key; broadcasts against
         [*B, N, T, S] ([T, S] for a single head), missing axes on the left.
       scale: multiplies query . key; 1 / sqrt(H) by default.
@@ -63,8 +74,21 @@ def attention(
         equal. Ids need not be sorted; blocks without a common id are skipped.
       key_value_segment_ids: int32 [*B, S]; query_segment_ids by default if T == S.
       query_offset: position of query row 0 (that of key row 0 is 0): an int, an int32
-        scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal and
-        local_window_size. Values beyond +-2**28 are clipped.
+        scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal,
+        local_window_size and alibi_slopes. Values beyond +-2**28 are clipped.
+      logits_soft_cap: c > 0: scores become c * tanh(score / c) (Gemma 2), before masks.
+      alibi_slopes: float [N] or [*B, N] (a scalar for a single head), >= 0 as a rule:
+        adds -slope * |query position - key position| (Press et al. 2021), computed in
+        the kernel. Differentiable.
+      sinks: float [N] (a scalar for a single head): one more logit for each head that
+        takes part in the softmax, and so in the log-sum-exp, and has no value (gpt-oss).
+        Differentiable.
+      dropout_rate: chance in [0, 1) that a probability is dropped; the others are
+        multiplied by 1 / (1 - rate). The rate is rounded to a multiple of 2**-16.
+      dropout_rng: a JAX key (typed, or raw uint32), needed if dropout_rate > 0. What is
+        dropped follows from the key and from batch entry, head, query row and key row
+        alone: the same on every backend, with every block size and under vmap.
+      broadcast_dropout: drop the same pairs in every batch entry and head (Flax).
       precision: of products of float32 inputs: "default" and "high" (TF32 on a GPU),
         "highest" (true float32), or a `jax.lax.Precision`; None takes
         `jax.default_matmul_precision`.
@@ -102,8 +126,31 @@ def attention(
       >>> heads(q[0], q[0], q[0]).shape
       (100, 8, 64)
 
+      A learnt bias shared by the batch, Gemma's soft cap, dropout; ALiBi and sinks:
+
+      >>> bias = jnp.zeros((1, 8, 100, 100))
+      >>> rng = jax.random.key(2)
+      >>> out = attention(
+      ...     q, k, k, bias, logits_soft_cap=50.0, dropout_rate=0.1, dropout_rng=rng
+      ... )
+      >>> slopes = 2.0 ** -jnp.arange(1, 9)
+      >>> out = attention(q, k, k, alibi_slopes=slopes, sinks=jnp.zeros(8))
+
+      A new chunk of 4 queries against a cache of which each row has its own length:
+
+      >>> lengths = jnp.array([60, 96])  # keys in the cache, the chunk's among them
+      >>> out = attention(
+      ...     q[:, :4],
+      ...     k,
+      ...     k,
+      ...     is_causal=True,
+      ...     query_offset=lengths - 4,
+      ...     key_value_seq_lengths=lengths,
+      ... )
+
     References: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
-    Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries.
+    Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries;
+    Press et al. (2021) for ALiBi; Salmon et al. (2011) for dropout's Philox bits.
     """
     query, key, value = _arguments.check_operands(query, key, value)
     _arguments.check_bool("is_causal", is_causal)
@@ -133,10 +180,23 @@ def attention(
         masks.append(segments)
     if mask is not None:
         masks.append(shape.mask(mask))
+    score = Score(
+        scale,
+        _arguments.check_soft_cap(logits_soft_cap),
+        None if bias is None else shape.bias(bias),
+        None if alibi_slopes is None else shape.slopes(alibi_slopes),
+    )
     offset, traced_offset = shape.offset(query_offset)
-    if window is None:
+    if window is None and not score.positional:
         offset, traced_offset = 0, None  # nothing asks for positions
-    spec = AttentionSpec(Score(scale), tuple(masks), offset, traced_offset)
+    spec = AttentionSpec(
+        score,
+        tuple(masks),
+        offset,
+        traced_offset,
+        sink=None if sinks is None else shape.sinks(sinks),
+        dropout=shape.dropout(dropout_rate, dropout_rng, broadcast_dropout),
+    )
 
     leaves, tree = jax.tree.flatten(spec)
     operands = [*shape.operands(query, key, value), *leaves]

@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_flash2 import _backends
 from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
 
 # Positions stay below this, so that int32 sums of a few of them do not overflow.
@@ -34,6 +35,7 @@ class Shape:
             x.shape[0] if self.single else x.shape[-3] for x in (query, key)
         )
         self.heads = () if self.single else (query.shape[-2],)
+        self.head_axes = ("n",) if self.heads else ()
 
     def operands(self, query, key, value) -> list[Named]:
         def axes(rows: str, heads: str, head: str) -> Axes:
@@ -97,8 +99,57 @@ class Shape:
                 "use mask.astype(bool) or mask != 0"
             )
         full = (*self.batch, *self.heads, self.t, self.s)
-        names = (*self.batch_axes, *(["n"] if self.heads else []), "t", "s")
+        names = (*self.batch_axes, *self.head_axes, "t", "s")
         return DenseMask(_broadcast("mask", x, full, names))
+
+    def _per_head(self, name: str, x, batched: bool) -> Named:
+        x = _as_float(name, x)
+        shapes = {self.heads: self.head_axes}
+        if batched:
+            shapes[self.batch + self.heads] = self.batch_axes + self.head_axes
+        if x.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+        return Named(x, shapes[x.shape])
+
+    def slopes(self, x) -> Named:
+        return self._per_head("alibi_slopes", x, batched=True)
+
+    def sinks(self, x) -> Named:
+        return self._per_head("sinks", x, batched=False)
+
+    def bias(self, x) -> Named:
+        x = _as_float("bias", x)
+        full = (*self.batch, *self.heads, self.t, self.s)
+        return _broadcast("bias", x, full, (*self.batch_axes, *self.head_axes, "t", "s"))
+
+    def dropout(self, rate, rng, broadcast) -> Dropout | None:
+        """None for a rate of 0 (or less than 2**-17)."""
+        check_bool("broadcast_dropout", broadcast)
+        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
+            raise TypeError(
+                f"dropout_rate must be a number, got {type(rate).__name__}: it is static"
+            )
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+        threshold = max(Dropout.threshold_of(float(rate)), 1)
+        if rate == 0.0:
+            return None
+        if rng is None:
+            raise ValueError(f"dropout_rate={rate} needs dropout_rng, a JAX key")
+        check_array("dropout_rng", rng)
+        typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if rng.ndim != (0 if typed else 1) or not (typed or rng.dtype == jnp.uint32):
+            raise ValueError(
+                "dropout_rng must be one key, of jax.random.key or PRNGKey, got shape "
+                f"{rng.shape} and dtype {rng.dtype}"
+            )
+        if threshold == Dropout.threshold_of(0.0):
+            return None
+        axes = () if broadcast else (*self.batch_axes, *self.head_axes)
+        shape = () if broadcast else (*self.batch, *self.heads)
+        words = jax.random.bits(rng, (2, *shape), jnp.uint32)
+        return Dropout((Named(words[0], axes), Named(words[1], axes)), threshold)
 
     def offset(self, x) -> tuple[int, Named | None]:
         """The static and the traced part of query_offset."""
@@ -129,6 +180,25 @@ def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
 def _as_array(name: str, x) -> jax.Array:
     check_array(name, x)
     return jnp.asarray(x)
+
+
+def _as_float(name: str, x) -> jax.Array:
+    x = _as_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be of a float dtype, got {x.dtype.name}")
+    return x
+
+
+def check_soft_cap(x) -> float | None:
+    if x is None:
+        return None
+    if isinstance(x, bool) or not isinstance(x, int | float | np.number):
+        raise TypeError(
+            f"logits_soft_cap must be a number, got {type(x).__name__}: it is static"
+        )
+    if not (math.isfinite(x) and x > 0):
+        raise ValueError(f"logits_soft_cap must be finite and > 0, got {x}")
+    return float(x)
 
 
 def check_array(name: str, x) -> None:
