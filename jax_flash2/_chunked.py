@@ -277,10 +277,12 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
                     i, lse[:, None], delta[:, None]
                 )
                 pairs = head.pairs(masked, i, j)
-                p, x = pairs.probabilities(q_block, k_block, lse_block)
+                x, unit = pairs.scores(q_block, k_block)
+                p = flash2.probabilities(x, unit, lse_block)
                 dropped = pairs.drop(p).astype(do.dtype)
                 dv = dv + flash2.dot(dropped, do_block, "tn", precision)
-                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                dp = pairs.product(do_block, v_block)
+                dz = pairs.score_gradient(p, x, dp, delta_block)
                 dz = dz.astype(q.dtype)
                 dk = dk + flash2.dot(dz, q_block, "tn", precision)
                 dq_block = dq_block + flash2.dot(dz, k_block, "nn", precision)
@@ -342,8 +344,10 @@ def _operand_gradient(
                 rows = (q, do, lse[:, None], delta[:, None])
                 q_block, do_block, lse_block, delta_block = head.query_rows(i, *rows)
                 pairs = head.pairs(masked, i, j)
-                p, x = pairs.probabilities(q_block, k_block, lse_block)
-                dz = pairs.score_gradient(p, x, do_block, v_block, delta_block)
+                x, unit = pairs.scores(q_block, k_block)
+                p = flash2.probabilities(x, unit, lse_block)
+                dp = pairs.product(do_block, v_block)
+                dz = pairs.score_gradient(p, x, dp, delta_block)
                 more = pairs.operand_gradient(name, dz, own)
                 at = {"t": i * plan.block_q, "s": j * plan.block_kv}
                 starts = [at[a] for a in own]

@@ -8,6 +8,7 @@ width of the dtype and the GPU's shared memory, unless the caller passes a `Conf
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -125,14 +126,18 @@ _CANDIDATES = {
 }
 
 
-def shared_memory(kernel: str, blocks: Blocks, head_bytes: int) -> int:
+def shared_memory(
+    kernel: str, blocks: Blocks, head_bytes: int, pair_bytes: int = 0
+) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
     Args:
       kernel: "forward", "dkv" or "dq".
       blocks: the blocks.
       head_bytes: bytes of a row of key plus a row of value, heads padded.
+      pair_bytes: bytes loaded for each pair of query and key (bias, mask).
     """
+    tiles = (blocks.num_stages - 1) * blocks.block_q * blocks.block_kv * pair_bytes
     if kernel == "forward":  # q stays; k and v stream
         resident, streamed = blocks.block_q / 2, blocks.block_kv
     elif kernel == "dq":  # q and do stay; k and v stream
@@ -141,7 +146,7 @@ def shared_memory(kernel: str, blocks: Blocks, head_bytes: int) -> int:
         resident, streamed = 0, blocks.block_q + blocks.block_kv
     else:  # k and v stay; q and do stream
         resident, streamed = blocks.block_kv, blocks.block_q
-    return int((resident + blocks.num_stages * streamed) * head_bytes)
+    return int((resident + blocks.num_stages * streamed) * head_bytes) + tiles
 
 
 def choose(
@@ -152,6 +157,7 @@ def choose(
     heads: tuple[int, int],
     itemsize: int,
     limit: int,
+    pair_bytes: int = 0,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -162,6 +168,7 @@ def choose(
       heads: padded head sizes of key and value.
       itemsize: bytes of an element.
       limit: shared memory of the GPU in bytes.
+      pair_bytes: bytes of bias and mask for each pair of query and key.
     """
     chosen = getattr(config, kernel, None)
     if chosen is not None:
@@ -170,7 +177,8 @@ def choose(
     head_bytes = sum(heads) * itemsize
     # A float32 element takes the registers of two bfloat16 ones.
     candidates = [Blocks(*c) for c in _CANDIDATES[kernel][size]][itemsize // 4 :]
-    fits = (b for b in candidates if shared_memory(kernel, b, head_bytes) <= limit)
+    need = functools.partial(shared_memory, kernel)
+    fits = (b for b in candidates if need(b, head_bytes, pair_bytes) <= limit)
     blocks = next(fits, candidates[-1])
     return dataclasses.replace(
         blocks,

@@ -38,6 +38,9 @@ class Case:
         """The same with more rows, for compiled kernels and their larger blocks."""
         return dataclasses.replace(self, t=self.t * 9 + 7, s=self.s * 9 + 7)
 
+    def has(self, argument: str) -> bool:
+        return argument in self.arguments(np.random.default_rng(0), self)
+
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return (
@@ -106,6 +109,34 @@ def _traced_offset(rng, case: Case) -> dict:
     return {"is_causal": True, "query_offset": offsets}
 
 
+def _bias(*axes: str, dtype=np.float32) -> Arguments:
+    """A random bias with the given axes; the others are broadcast."""
+
+    def arguments(rng, case: Case) -> dict:
+        full = dict(zip("bnts", (*case.batch, case.n, case.t, case.s), strict=True))
+        shape = [full[a] if a in axes else 1 for a in "bnts"]
+        return {"bias": jnp.asarray(rng.standard_normal(shape), dtype)}
+
+    return arguments
+
+
+def _slopes(rng, case: Case) -> dict:
+    return {"alibi_slopes": np.float32(0.3 * rng.random(case.n))}
+
+
+def _slopes_batch(rng, case: Case) -> dict:
+    return {"alibi_slopes": np.float32(0.3 * rng.random((*case.batch, case.n)))}
+
+
+def _sinks(rng, case: Case) -> dict:
+    return {"sinks": np.float32(rng.standard_normal(case.n))}
+
+
+def _dropout(rng, case: Case) -> dict:
+    key = jax.random.key(int(rng.integers(2**31)))
+    return {"dropout_rate": 0.3, "dropout_rng": key}
+
+
 def _with(*functions: Arguments, **fixed) -> Arguments:
     def arguments(rng, case: Case) -> dict:
         made = dict(fixed)
@@ -159,6 +190,28 @@ CASES = [
     Case("head_256", _with(is_causal=True), h=256, d=256, t=20, s=20),
     Case("no_batch", _with(is_causal=True), batch=()),
     Case("two_batch_axes", _segments, batch=(2, 3), n=1, k=1, t=20, s=20),
+    Case("bias", _bias("b", "n", "t", "s")),
+    Case("bias_shared", _bias("n", "t", "s"), batch=(3,), n=4),
+    Case("bias_everyone", _with(_bias("t", "s"), is_causal=True), n=4, t=37, s=45),
+    Case("bias_half", _bias("b", "t", "s", dtype=jnp.bfloat16), n=4),
+    Case("bias_keys", _with(_bias("b", "s"), is_causal=True), n=4, t=20, s=33),
+    Case("bias_rows", _with(_bias("n", "t"), _lengths), n=4),
+    Case("bias_heads", _bias("n"), n=4, t=20, s=33),
+    Case("bias_one", _with(_bias(), _sinks), t=20, s=20),
+    Case("bias_masked", _with(_bias("n", "t", "s"), _block_mask), batch=(3,)),
+    Case("soft_cap", _with(is_causal=True, logits_soft_cap=2.0)),
+    Case("soft_cap_bias", _with(_bias("n", "t", "s"), _lengths, logits_soft_cap=3.0)),
+    Case("alibi", _with(_slopes, is_causal=True), n=4),
+    Case("alibi_batch", _with(_slopes_batch, _traced_offset), n=2, t=37, s=45),
+    Case("alibi_two_sided", _with(_slopes, _segments, logits_soft_cap=5.0)),
+    Case("sinks", _with(_sinks, is_causal=True), n=4),
+    Case("sinks_empty_rows", _with(_sinks, _lengths, local_window_size=(3, 3))),
+    Case("dropout", _dropout, t=37, s=45),
+    Case("dropout_causal_gqa", _with(_dropout, is_causal=True), n=4),
+    Case(
+        "dropout_bias",
+        _with(_dropout, _bias("n", "t", "s"), _sinks, broadcast_dropout=True),
+    ),
     Case(
         "everything",
         _with(
@@ -168,6 +221,21 @@ CASES = [
             is_causal=True,
             local_window_size=(25, None),
             query_offset=np.int32(2),
+        ),
+        n=4,
+        d=24,
+    ),
+    Case(
+        "everything_learnt",
+        _with(
+            _segments,
+            _bias("n", "t", "s"),
+            _slopes,
+            _sinks,
+            _dropout,
+            is_causal=True,
+            local_window_size=(25, None),
+            logits_soft_cap=4.0,
         ),
         n=4,
         d=24,

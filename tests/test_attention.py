@@ -56,9 +56,15 @@ def test_highest_precision_is_float32(name, backend):
     tolerances.check(actual, exact, plain, unit)
 
 
-def _naive(q, k, v, keep, scale):
+def _naive(q, k, v, keep, arguments):
     """Softmax attention written out once more, in NumPy, one row at a time."""
     *batch, t, n, _ = q.shape
+    scale = arguments.get("scale", q.shape[-1] ** -0.5)
+    cap = arguments.get("logits_soft_cap")
+    bias = np.broadcast_to(arguments.get("bias", 0.0), keep.shape)
+    slopes = np.broadcast_to(arguments.get("alibi_slopes", 0.0), (*batch, n))
+    sinks = np.broadcast_to(np.float64(arguments.get("sinks", -np.inf)), n)
+    offset = np.broadcast_to(arguments.get("query_offset", 0), batch)
     group = n // k.shape[-2]
     out = np.zeros((*batch, t, n, v.shape[-1]))
     for at in np.ndindex(*batch, t, n):
@@ -66,9 +72,11 @@ def _naive(q, k, v, keep, scale):
         kept = np.flatnonzero(keep[(*b, head, i)])
         if kept.size:
             keys, values = (x[(*b, kept, head // group)] for x in (k, v))
-            scores = scale * (keys @ q[at])
-            weights = np.exp(scores - scores.max())
-            out[at] = weights @ values / weights.sum()
+            scores = scale * (keys @ q[at]) + bias[(*b, head, i, kept)]
+            scores -= slopes[(*b, head)] * np.abs(i + offset[tuple(b)] - kept)
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
+            weights = np.exp(scores)
+            out[at] = weights @ values / (weights.sum() + np.exp(sinks[head]))
     return out
 
 
@@ -98,7 +106,9 @@ def _dense_mask(case, arguments):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.h <= 40], ids=lambda case: case.name
+    "case",
+    [c for c in CASES if c.h <= 40 and not c.has("dropout_rate")],
+    ids=lambda case: case.name,
 )
 def test_reference_against_words(case):
     """The oracle itself, against the documentation followed pair by pair."""
@@ -106,9 +116,8 @@ def test_reference_against_words(case):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
         out = attention(*wide, **arguments, implementation="reference")
-    scale = arguments.get("scale", case.h**-0.5)
-    keep = _dense_mask(case, arguments)
-    expected = _naive(*(np.asarray(x, np.float64) for x in arrays), keep, scale)
+    wide = (np.asarray(x, np.float64) for x in arrays)
+    expected = _naive(*wide, _dense_mask(case, arguments), arguments)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
@@ -184,8 +193,8 @@ def test_padding_never_comes_through(backend, poison):
     arrays = poisoned(q, q_lengths), poisoned(k, kv_lengths), poisoned(v, kv_lengths)
     cotangents = tuple(poisoned(x, q_lengths) for x in cotangents)
     dirty = tolerances.evaluate(arrays, cotangents, arguments)
-    for name, a, b in zip(clean._fields, clean, dirty, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
+    for name, a in clean.items():
+        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
         if name != "lse":
             assert np.all(np.isfinite(a)), name
 
@@ -200,5 +209,5 @@ def test_same_inputs_same_bits(backend):
     first = tolerances.evaluate(arrays, cotangents, arguments)
     for _ in range(3 if ON_GPU else 1):
         again = tolerances.evaluate(arrays, cotangents, arguments)
-        for a, b in zip(first, again, strict=True):
-            np.testing.assert_array_equal(a, b)
+        for name, a in first.items():
+            np.testing.assert_array_equal(a, again[name], err_msg=name)

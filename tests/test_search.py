@@ -32,7 +32,10 @@ def problems(draw):
     }
     on = {
         name: draw(st.booleans())
-        for name in ("causal", "window", "lengths", "segments", "mask", "offset")
+        for name in (
+            *("causal", "window", "lengths", "segments", "mask", "offset"),
+            *("bias", "soft_cap", "alibi", "sinks", "dropout"),
+        )
     }
     seed = draw(st.integers(0, 2**31))
 
@@ -57,6 +60,22 @@ def problems(draw):
         if on["offset"]:
             offset = rng.integers(-30, 30, case.batch if rng.random() < 0.5 else ())
             made["query_offset"] = np.asarray(offset, np.int32)
+        if on["bias"]:
+            full = (*case.batch, case.n, case.t, case.s)
+            shape = [size if rng.random() < 0.6 else 1 for size in full]
+            shape = shape[rng.integers(0, len(shape)) :]
+            made["bias"] = np.float32(rng.standard_normal(shape))
+        if on["soft_cap"]:
+            made["logits_soft_cap"] = float(rng.uniform(0.5, 20.0))
+        if on["alibi"]:
+            shape = (case.n,) if rng.random() < 0.5 else (*case.batch, case.n)
+            made["alibi_slopes"] = np.float32(0.2 * rng.random(shape))
+        if on["sinks"]:
+            made["sinks"] = np.float32(rng.standard_normal(case.n))
+        if on["dropout"]:
+            made["dropout_rate"] = float(rng.uniform(0.05, 0.8))
+            made["dropout_rng"] = jax.random.key(int(rng.integers(2**31)))
+            made["broadcast_dropout"] = bool(rng.random() < 0.3)
         return made
 
     return Case("random", arguments, **shapes), draw(st.sampled_from(DTYPES)), seed

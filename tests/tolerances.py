@@ -6,11 +6,12 @@ float32 softmax, plus two roundings of the largest exact value for an output and
 for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
 lse, each before and after its scaling) become a relative error of p.
+
+The gradients of bias, ALiBi's slopes and sinks are sums over many pairs, which may
+cancel: there the roundings are of the root of the sum of the squared terms.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,31 +23,27 @@ from tests.cases import ON_GPU
 # (times the error of plain attention, roundings of the largest exact value)
 OUTPUT = (2.0, 2.0)
 GRADIENT = (3.0, 4.0)
+OPERANDS = ("bias", "alibi_slopes", "sinks")  # arguments that have gradients
 
-
-class Results(NamedTuple):
-    """Outputs and gradients of a call, as float64 NumPy arrays."""
-
-    out: np.ndarray
-    lse: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
 
 
 def evaluate(arrays, cotangents, arguments) -> Results:
-    """`attention` and its gradients, in one compiled program."""
+    """`attention` and its gradients, in one compiled program, as float64 arrays."""
+    operands = {name: jnp.asarray(arguments[name]) for name in OPERANDS & arguments.keys()}
+    others = {name: x for name, x in arguments.items() if name not in operands}
+    inputs = dict(zip(("query", "key", "value"), arrays, strict=True)) | operands
 
     @jax.jit
-    def run(arrays, cotangents):
-        def call(q, k, v):
-            return attention(q, k, v, return_residual=True, **arguments)
+    def run(inputs, cotangents):
+        def call(inputs):
+            return attention(**inputs, return_residual=True, **others)
 
-        outputs, vjp = jax.vjp(call, *arrays)
-        return *outputs, *vjp(cotangents)
+        (out, lse), vjp = jax.vjp(call, inputs)
+        return {"out": out, "lse": lse, **vjp(cotangents)[0]}
 
-    results = run(arrays, cotangents)
-    return Results(*(np.asarray(x, np.float64) for x in results))
+    results = run(inputs, cotangents)
+    return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 
 def cotangents_for(case, dtype, seed: int = 1):
@@ -60,13 +57,51 @@ def cotangents_for(case, dtype, seed: int = 1):
 
 
 def exact(arrays, cotangents, arguments) -> Results:
-    """The reference in float64 on the same (rounded) inputs."""
+    """The reference in float64 on the same (rounded) inputs.
+
+    For each of `OPERANDS` there is also "... terms": the size of the terms of its sum.
+    """
     with jax.enable_x64(True):
-        arrays, cotangents = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x, np.float64)), (arrays, cotangents)
-        )
-        precision = {"implementation": "reference", "precision": "highest"}
-        return evaluate(arrays, cotangents, {**arguments, **precision})
+
+        def wide(x):
+            return jnp.asarray(np.asarray(x, np.float64))
+
+        arrays, cotangents = jax.tree.map(wide, (arrays, cotangents))
+        arguments = {k: wide(x) if k in OPERANDS else x for k, x in arguments.items()}
+        arguments |= {"implementation": "reference", "precision": "highest"}
+        results = evaluate(arrays, cotangents, arguments)
+        if OPERANDS & arguments.keys():
+            results |= _terms(arrays, cotangents, arguments, results)
+    return results
+
+
+def _terms(arrays, cotangents, arguments, results: Results) -> Results:
+    query, key, _ = arrays
+    *batch, t, n, _ = query.shape
+    s = key.shape[-3]
+    full = jnp.broadcast_to(arguments.get("bias", 0.0), (*batch, n, t, s))
+    pairs = evaluate(arrays, cotangents, {**arguments, "bias": full})["bias"] ** 2
+    terms = {}
+    if "bias" in arguments:
+        shape = arguments["bias"].shape
+        missing = range(pairs.ndim - len(shape))
+        terms["bias"] = pairs.sum(tuple(missing))
+        ones = tuple(i for i, size in enumerate(shape) if size == 1)
+        terms["bias"] = terms["bias"].sum(ones, keepdims=True)
+    if "alibi_slopes" in arguments:
+        offset = np.asarray(arguments.get("query_offset", 0))
+        offset = np.broadcast_to(offset, batch)[..., None, None, None]
+        distance = np.arange(t)[:, None] + offset - np.arange(s)
+        over = (pairs * distance**2).sum((-2, -1))
+        lost = over.ndim - arguments["alibi_slopes"].ndim
+        terms["alibi_slopes"] = over.sum(tuple(range(lost)))
+    if "sinks" in arguments:
+        lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
+        p = np.exp(arguments["sinks"] - lse)
+        do, dlse = cotangents
+        delta = np.sum(results["out"] * do, -1) - dlse
+        terms["sinks"] = ((p * delta) ** 2).sum(tuple(range(lse.ndim - 1)))
+    return {f"{name} terms": np.sqrt(x) for name, x in terms.items()}
 
 
 def plain(arrays, cotangents, arguments) -> Results:
@@ -86,25 +121,26 @@ def unit_roundoff(dtype, precision=None) -> float:
 
 def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict:
     """For each result, its error as a share of what is allowed."""
-    result = {}
-    lse = exact.lse[np.isfinite(exact.lse)]
+    found = {}
+    lse = exact["lse"][np.isfinite(exact["lse"])]
     largest_lse = np.max(np.abs(lse), initial=0.0)
-    for name, a, e, p in zip(Results._fields, actual, exact, plain, strict=True):
+    for name, a in actual.items():
+        e, p = exact[name], plain[name]
         finite = np.isfinite(e)
-        if not (np.array_equal(np.isfinite(a), finite)):
-            result[name] = np.inf
+        if a.shape != e.shape or not np.array_equal(np.isfinite(a), finite):
+            found[name] = np.inf
             continue
-        a, e, p = a[finite], e[finite], p[finite]
-        if e.size == 0:
+        if not finite.any():
             continue
+        error, plain_error = (np.max(np.abs(x[finite] - e[finite])) for x in (a, p))
+        size = np.max(np.abs(exact.get(f"{name} terms", e)[finite]))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
         if name not in ("out", "lse"):
             share += 4 * largest_lse * 2.0**-24
-        allowed = factor * np.max(np.abs(p - e)) + share * np.max(np.abs(e))
-        error = np.max(np.abs(a - e))
-        result[name] = 0.0 if error == 0 else error / max(allowed, 1e-30)
-    return result
+        allowed = factor * plain_error + share * size
+        found[name] = 0.0 if error == 0 else error / max(allowed, 1e-30)
+    return found
 
 
 def check(actual: Results, exact: Results, plain: Results, unit: float) -> dict:

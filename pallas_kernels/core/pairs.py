@@ -65,7 +65,7 @@ class Pairs:
         shape = tuple(self.rows[name][1] for name in self.order)
         return kept if kept.shape == shape else kept[: shape[0], : shape[1]]
 
-    def _product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+    def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         """The products of rows [query rows, h] and [key rows, h], pair by pair."""
         first, second = of_queries, of_keys
         if self.order == ("s", "t"):
@@ -75,33 +75,27 @@ class Pairs:
     def scores(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, float]:
         """`(x, unit)`, score = unit * x; x is -inf where masked."""
         score, tanh = self.spec.score, self.arithmetic.tanh
-        x, unit = score.apply(self._product(q, k), self._distance, tanh)
+        x, unit = score.apply(self.product(q, k), self._distance, tanh)
         if self.masked:
             keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
             x = x if keep is None else jnp.where(keep, x, -jnp.inf)
         return x, unit
-
-    def probabilities(
-        self, q: jax.Array, k: jax.Array, lse_log2: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The softmax, from the saved log-sum-exp, and the x of `scores`."""
-        x, unit = self.scores(q, k)
-        return flash2.probabilities(x, unit, lse_log2), x
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""
         return p if self._kept is None else jnp.where(self._kept, p, 0.0)
 
     def score_gradient(
-        self,
-        p: jax.Array,
-        x: jax.Array,
-        do: jax.Array,
-        v: jax.Array,
-        delta: jax.Array,
+        self, p: jax.Array, x: jax.Array, dp: jax.Array, delta: jax.Array
     ) -> jax.Array:
-        """dz, the gradient before the soft cap; p and x are those of `probabilities`."""
-        dp = self._product(do, v)
+        """dz, the gradient before the soft cap.
+
+        Args:
+          p: probabilities.
+          x: of `scores`.
+          dp: the product of do and v.
+          delta: of the query rows.
+        """
         if self._kept is not None:
             dp = self.drop(dp) * self.spec.dropout_scale
         return self.spec.score.gradient(flash2.score_gradient(p, dp, delta), x)

@@ -41,8 +41,9 @@ def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
     return None
 
 
-def _options(kernel: str, config, precision, operands) -> dict:
+def _options(kernel: str, config, precision, operands, spec) -> dict:
     size = sizes(operands)
+    tiles = [x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes)]
     dtype = operands[0].dtype
     blocks = configs.choose(
         kernel,
@@ -51,6 +52,7 @@ def _options(kernel: str, config, precision, operands) -> dict:
         heads=(configs.padded(size["h"]), configs.padded(size["d"])),
         itemsize=jnp.dtype(dtype).itemsize,
         limit=support.shared_memory_limit(),
+        pair_bytes=sum(jnp.dtype(x.dtype).itemsize for x in tiles),
     )
     # For bfloat16 and float16 the products are exact in float32 either way.
     if dtype != jnp.float32 or precision is None:
@@ -60,7 +62,7 @@ def _options(kernel: str, config, precision, operands) -> dict:
 
 
 def _run(kernel, name: str, q, k, v, spec: AttentionSpec, *rest, config, precision):
-    options = _options(name, config, precision, [q, k, v])
+    options = _options(name, config, precision, [q, k, v], spec)
     blocks, size = options["blocks"], sizes([q, k])
     spec = spec.with_tables(blocks.block_q, blocks.block_kv, size["t"], size["s"])
     return kernel(q, k, v, spec, *rest, **options)

@@ -90,12 +90,11 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
 
 def _wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = jnp.broadcast_arrays(a, b)
-    shape = jax.ShapeDtypeStruct(a.shape, a.dtype)
-    high, low = plgpu.elementwise_inline_asm(
-        "{ .reg .u64 t; mul.wide.u32 t, $2, $3; mov.b64 {$1, $0}, t; }",
-        args=[a, b],
-        constraints="=r,=r,r,r",
+    (high,) = plgpu.elementwise_inline_asm(
+        "mul.hi.u32 $0, $1, $2;",
+        args=[a.astype(jnp.int32), b.astype(jnp.int32)],
+        constraints="=r,r,r",
         pack=1,
-        result_shape_dtypes=[shape, shape],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.int32)],
     )
-    return high, low
+    return high.astype(jnp.uint32), a * b
