@@ -121,7 +121,9 @@ class Shape:
     def bias(self, x) -> Named:
         x = _as_float("bias", x)
         full = (*self.batch, *self.heads, self.t, self.s)
-        return _broadcast("bias", x, full, (*self.batch_axes, *self.head_axes, "t", "s"))
+        return _broadcast(
+            "bias", x, full, (*self.batch_axes, *self.head_axes, "t", "s")
+        )
 
     def dropout(self, rate, rng, broadcast) -> Dropout | None:
         """None for a rate of 0 (or less than 2**-17)."""

@@ -319,9 +319,7 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
     return [x.astype(out.dtype) for x, out in zip(gradients, outputs, strict=True)]
 
 
-def _operand_gradient(
-    plan: _Plan, ranges: Range, trees, name: str, precision
-) -> Named:
+def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -> Named:
     """The gradient of a field of the score, summed over what makes it small."""
     trees = jax.tree.map(plan.heads.split, trees)
     field = trees[3].score.operands[name].squeezed()

@@ -30,9 +30,7 @@ def _flash_forward(problem: Problem, arrays):
 def _flash_backward(problem: Problem, saved, cotangents):
     arrays, o, lse = saved
     gradients = iter(_operation.backward(problem, arrays, o, lse, *cotangents))
-    return (
-        tuple(next(gradients) if is_differentiable(x) else None for x in arrays),
-    )
+    return (tuple(next(gradients) if is_differentiable(x) else None for x in arrays),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

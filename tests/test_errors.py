@@ -15,6 +15,7 @@ from tests.lowering import lower_for_gpu
 Q = jnp.zeros((2, 6, 4, 8))
 K = jnp.zeros((2, 5, 2, 8))
 GOOD = {"query": Q, "key": K, "value": K}
+RNG = jax.random.key(0)
 ids = functools.partial(jnp.zeros, dtype=jnp.int32)
 
 # (arguments that replace the good ones, error, words that its message must hold)
@@ -185,6 +186,81 @@ WRONG = {
         },
         ValueError,
         ["triton", "head size 300", "256"],
+    ),
+    "bias_int": ({"bias": ids((6, 5))}, TypeError, ["bias", "float", "int32"]),
+    "bias_bool": ({"bias": ids((6, 5)) == 0}, TypeError, ["bias", "float", "bool"]),
+    "bias_list": ({"bias": [0.0]}, TypeError, ["bias", "array", "list"]),
+    "bias_shape": (
+        {"bias": jnp.zeros((4, 6, 6))},
+        ValueError,
+        ["bias", "(2, 4, 6, 5)", "(4, 6, 6)"],
+    ),
+    "bias_rank": (
+        {"bias": jnp.zeros((1, 2, 4, 6, 5))},
+        ValueError,
+        ["bias", "(1, 2, 4, 6, 5)"],
+    ),
+    "soft_cap_0": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "> 0"]),
+    "soft_cap_negative": ({"logits_soft_cap": -1}, ValueError, ["logits_soft_cap"]),
+    "soft_cap_inf": ({"logits_soft_cap": np.inf}, ValueError, ["finite", "inf"]),
+    "soft_cap_array": (
+        {"logits_soft_cap": jnp.ones(4)},
+        TypeError,
+        ["logits_soft_cap", "number", "static"],
+    ),
+    "slopes_shape": (
+        {"alibi_slopes": jnp.ones(3)},
+        ValueError,
+        ["alibi_slopes", "(4,)", "(2, 4)", "(3,)"],
+    ),
+    "slopes_scalar": ({"alibi_slopes": jnp.float32(1)}, ValueError, ["alibi_slopes"]),
+    "slopes_int": ({"alibi_slopes": ids(4)}, TypeError, ["alibi_slopes", "int32"]),
+    "sinks_shape": (
+        {"sinks": jnp.ones((2, 4))},
+        ValueError,
+        ["sinks", "(4,)", "(2, 4)"],
+    ),
+    "sinks_int": ({"sinks": ids(4)}, TypeError, ["sinks", "float", "int32"]),
+    "sinks_float": ({"sinks": 0.0}, TypeError, ["sinks", "array", "float"]),
+    "dropout_no_key": (
+        {"dropout_rate": 0.1},
+        ValueError,
+        ["dropout_rate=0.1", "dropout_rng"],
+    ),
+    "dropout_1": (
+        {"dropout_rate": 1.0, "dropout_rng": RNG},
+        ValueError,
+        ["dropout_rate", "[0, 1)", "1.0"],
+    ),
+    "dropout_negative": (
+        {"dropout_rate": -0.1, "dropout_rng": RNG},
+        ValueError,
+        ["dropout_rate", "-0.1"],
+    ),
+    "dropout_array": (
+        {"dropout_rate": jnp.float32(0.1), "dropout_rng": RNG},
+        TypeError,
+        ["dropout_rate", "number", "static"],
+    ),
+    "dropout_keys": (
+        {"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)},
+        ValueError,
+        ["dropout_rng", "one key", "(2,)"],
+    ),
+    "dropout_seed": (
+        {"dropout_rate": 0.1, "dropout_rng": 3},
+        TypeError,
+        ["dropout_rng", "array", "int"],
+    ),
+    "dropout_int_key": (
+        {"dropout_rate": 0.1, "dropout_rng": ids(2)},
+        ValueError,
+        ["dropout_rng", "int32"],
+    ),
+    "broadcast_dropout": (
+        {"broadcast_dropout": 1},
+        TypeError,
+        ["broadcast_dropout", "bool"],
     ),
 }
 

@@ -50,12 +50,15 @@ def test_every_case_lowers(case):
     text = lower_for_gpu(run, *shapes, device=GPUS[index % 2])
     for kernel in ("flash2_forward", "flash2_dq", "flash2_dkv"):
         assert kernel in text
-    assert text.count("__gpu$xla.gpu.triton") == 3
+    operands = case.has("bias") + case.has("alibi_slopes")  # a kernel for each
+    assert text.count("__gpu$xla.gpu.triton") == 3 + operands
 
 
 def _programs(text: str) -> list[int]:
     """How many programs each kernel of a module starts."""
-    grids = re.findall(r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+)", text)
+    grids = re.findall(
+        r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+)", text
+    )
     return [math.prod(map(int, grid)) for grid in grids]
 
 

@@ -134,6 +134,66 @@ def test_vmap_over_other_arguments(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mapped", ["query", "operands", "both"])
+def test_vmap_over_learnt_operands(backend, mapped):
+    """Bias, slopes and sinks, mapped or shared, and their gradients."""
+    rng = np.random.default_rng(2)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    inputs = {"query": normal(2, 20, 4, 16)}
+    operands = {
+        "bias": normal(2, 4, 20, 20),
+        "alibi_slopes": jnp.abs(normal(2, 4)),
+        "sinks": normal(2, 4),
+    }
+    k = normal(20, 2, 16)
+
+    def call(inputs, operands):
+        inputs = {**inputs, "key": k, "value": k, **operands}
+        out = attention(**inputs, is_causal=True, **BACKENDS[backend])
+        return jnp.sum(jnp.sin(out))
+
+    axes = tuple(
+        0 if mapped in (name, "both") else None for name in ("query", "operands")
+    )
+    args = [
+        tree if axis == 0 else jax.tree.map(lambda x: x[0], tree)
+        for tree, axis in zip((inputs, operands), axes, strict=True)
+    ]
+    run = jax.jit(jax.grad(call, (0, 1)))
+    together = jax.jit(jax.vmap(run, axes))(*args)
+    for i in range(2):
+        one = [
+            jax.tree.map(lambda x, i=i: x[i], tree) if axis == 0 else tree
+            for tree, axis in zip(args, axes, strict=True)
+        ]
+        assert_same(jax.tree.map(lambda x, i=i: x[i], together), run(*one))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_single_heads_with_learnt_operands(backend):
+    """vmap of a single-head call over heads is the call on all of them."""
+    rng = np.random.default_rng(3)
+    q, k, v = (x[0] for x in operands())
+    heads = q.shape[1]
+    bias = jnp.asarray(rng.standard_normal((heads, 20, 20)), jnp.float32)
+    slopes, sinks = jnp.asarray(rng.random((2, heads)), jnp.float32)
+
+    def call(q, k, v, bias, slopes, sinks):
+        options = {"logits_soft_cap": 5.0, "is_causal": True, **BACKENDS[backend]}
+        return attention(q, k, v, bias, alibi_slopes=slopes, sinks=sinks, **options)
+
+    mapped = jax.vmap(call, (1, 1, 1, 0, 0, 0), 1)
+    args = (q, k, v, bias, slopes, sinks, v)
+    assert_same(
+        jax.jit(outputs_and_gradients(mapped))(*args),
+        jax.jit(outputs_and_gradients(call))(*args),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_jacobian_maps_cotangents_alone(backend):
     q, k, v = (x[0, :4, :1, :2] for x in operands())
     call = functools.partial(attention, **BACKENDS[backend])

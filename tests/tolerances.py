@@ -30,7 +30,9 @@ Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPER
 
 def evaluate(arrays, cotangents, arguments) -> Results:
     """`attention` and its gradients, in one compiled program, as float64 arrays."""
-    operands = {name: jnp.asarray(arguments[name]) for name in OPERANDS & arguments.keys()}
+    operands = {
+        name: jnp.asarray(arguments[name]) for name in OPERANDS & arguments.keys()
+    }
     others = {name: x for name, x in arguments.items() if name not in operands}
     inputs = dict(zip(("query", "key", "value"), arrays, strict=True)) | operands
 

@@ -60,7 +60,9 @@ class Pairs:
         dropout = self.spec.dropout
         if dropout is None:
             return None
-        groups = {n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()}
+        groups = {
+            n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
+        }
         kept = dropout.keep(groups, self.order, self.arithmetic)
         shape = tuple(self.rows[name][1] for name in self.order)
         return kept if kept.shape == shape else kept[: shape[0], : shape[1]]

@@ -32,9 +32,7 @@ class Score:
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
-    soft_cap: float | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     bias: Any = None
     slopes: Any = None
 

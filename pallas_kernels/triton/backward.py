@@ -76,9 +76,7 @@ def dkv(
             def visit(masked, i, state):
                 dk, dv = state
                 here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
-                pairs = program.pairs(
-                    head_spec, here, ("s", "t"), masked=masked, **how
-                )
+                pairs = program.pairs(head_spec, here, ("s", "t"), masked=masked, **how)
                 q_block = q.load(("t", "h"), here)
                 x, unit = pairs.scores(q_block, k_block)
                 lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))

@@ -1,0 +1,168 @@
+"""Dropout's bits: a known cipher, the same for every block, random to the eye."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import Blocks, Config, attention
+from pallas_kernels.core import dropout as dropout_lib
+from pallas_kernels.core.arithmetic import Arithmetic, wide_product
+from pallas_kernels.core.dropout import Dropout
+from tests.cases import BACKENDS, ON_GPU
+
+HALF = Dropout.threshold_of(0.5)
+
+
+def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF):
+    dropout = Dropout(tuple(map(jnp.uint32, seed)), threshold)
+    rows = {"t": (start[0], t), "s": (start[1], s)}
+    return np.asarray(dropout.keep(rows, order, Arithmetic()))
+
+
+def test_wide_product():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 2**32, (2, 100), np.uint64)
+    high, low = wide_product(jnp.uint32(a), jnp.uint32(b))
+    np.testing.assert_array_equal(np.uint64(high), (a * b) >> np.uint64(32))
+    np.testing.assert_array_equal(np.uint64(low), (a * b) & np.uint64(2**32 - 1))
+
+
+# From the known answers of Random123 (Salmon et al. 2011) for philox2x32, 7 rounds.
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0), 0, (0x257A3673, 0xCD26BE2A)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, (0xAB302C4D, 0x3DC9D239)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xBEDBBE6B, 0xE4C770B3)),
+    ],
+)
+def test_cipher_known_answers(counter, key, words):
+    x0, x1 = (jnp.full((1, 1), x, jnp.uint32) for x in counter)
+    got = dropout_lib._philox(x0, x1, jnp.uint32(key), (1, 1), Arithmetic())
+    assert tuple(int(x[0, 0]) for x in got) == words
+
+
+def test_blocks_and_orientation_do_not_matter():
+    whole = kept((1, 2), 96, 160)
+    for t, s in itertools.product((16, 32, 96), (16, 32, 160)):
+        for i, j in itertools.product(range(0, 96, t), range(0, 160, s)):
+            block = kept((1, 2), t, s, start=(i, j))
+            np.testing.assert_array_equal(block, whole[i : i + t, j : j + s])
+    np.testing.assert_array_equal(kept((1, 2), 96, 160, order=("s", "t")), whole.T)
+
+
+@pytest.mark.parametrize("rate", [0.0001, 0.1, 0.5, 0.9])
+def test_share_of_kept_pairs(rate):
+    """Over all pairs, and over every row and column of pairs."""
+    size = 1024
+    dropout = Dropout((jnp.uint32(3), jnp.uint32(4)), Dropout.threshold_of(rate))
+    p = 1 / dropout.scale
+    assert abs(p - (1 - rate)) <= 2.0**-17
+    pairs = kept((3, 4), size, size, threshold=dropout.threshold)
+    deviation = np.sqrt(p * (1 - p))
+    assert abs(pairs.mean() - p) < 5 * deviation / size
+    for axis in (0, 1):
+        lines = pairs.mean(axis) - p
+        assert np.abs(lines).max() < 6 * deviation / np.sqrt(size) + 6 / size
+        # The variance of the means of independent lines is that of independent pairs.
+        variance = lines.var() * size / deviation**2
+        assert abs(variance - 1) < 6 * np.sqrt(2 / size) * (1 + (1 - p) / (p * size))
+
+
+def test_pairs_are_uncorrelated():
+    """With the neighbours in a cipher's block, and far away; between seeds."""
+    size = 1024
+    signs = kept((5, 6), size, size) * 2.0 - 1.0
+    limit = 5 / size
+    for di, dj in itertools.product((0, 1, 2, 4, 8, 16, 64, 512), repeat=2):
+        if (di, dj) != (0, 0):
+            assert abs(np.mean(signs * np.roll(signs, (di, dj), (0, 1)))) < limit
+    assert abs(np.mean(signs * signs.T)) < 2 * limit
+    # Three and four pairs together, as of a linear generator, are no better known.
+    around = [np.roll(signs, shift, (0, 1)) for shift in ((0, 8), (8, 0), (8, 8))]
+    assert abs(np.mean(signs * around[0] * around[1])) < limit
+    assert abs(np.mean(signs * around[0] * around[1] * around[2])) < 2 * limit
+    for seed in ((5, 7), (6, 6), (6, 5), (4, 6), (0, 0)):
+        assert abs(np.mean(signs * (kept(seed, size, size) * 2.0 - 1.0))) < limit
+
+
+def masks(options, *, batch=(2,), n=2, t=40, s=48, **arguments):
+    """Which probabilities a call kept: with zero scores and an identity for values."""
+    q = jnp.zeros((*batch, t, n, 16))
+    k = jnp.zeros((*batch, s, 1, 16))
+    v = jnp.broadcast_to(jnp.eye(s)[:, None, :], (*batch, s, 1, s))
+    out = attention(q, k, v, dropout_rate=0.5, **arguments, **options)
+    out = np.asarray(out) * s / 2
+    np.testing.assert_allclose(out, np.round(out), atol=1e-2)
+    return np.round(out).astype(bool).swapaxes(-2, -3)  # [*B, N, T, S]
+
+
+def test_mask_is_the_same_in_every_backend_and_block_size():
+    rng = jax.random.key(1)
+    reference = masks({"implementation": "reference"}, dropout_rng=rng)
+    assert 0.4 < reference.mean() < 0.6
+    options = list(BACKENDS.values())
+    for q, kv in ((32, 16), (16, 64), (64, 32)):
+        config = Config(Blocks(q, kv, 4, 1), interpret=not ON_GPU)
+        options.append({"implementation": "triton", "config": config})
+    for option in options:
+        np.testing.assert_array_equal(masks(option, dropout_rng=rng), reference)
+    # Heads and batch entries have masks of their own, unless they share one.
+    flat = reference.reshape(-1, *reference.shape[-2:])
+    for a, b in itertools.combinations(flat, 2):
+        assert 0.4 < np.mean(a == b) < 0.6
+    shared = masks(options[0], dropout_rng=rng, broadcast_dropout=True)
+    assert np.all(shared == shared[0, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys(backend):
+    """Raw and typed keys are the same key; another key drops other pairs."""
+    options = BACKENDS[backend]
+    raw = masks(options, dropout_rng=jax.random.PRNGKey(7))
+    typed = masks(options, dropout_rng=jax.random.key(7))
+    other = masks(options, dropout_rng=jax.random.key(8))
+    np.testing.assert_array_equal(raw, typed)
+    assert 0.4 < np.mean(raw == other) < 0.6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_with_shared_and_with_mapped_keys(backend):
+    keys = jax.random.split(jax.random.key(2), 2)
+
+    def call(x, rng):
+        options = {"dropout_rate": 0.5, "dropout_rng": rng, **BACKENDS[backend]}
+        return attention(x, x, x, **options)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 20, 2, 16)), jnp.float32)
+    shared = jax.vmap(call, (0, None))(x, keys[0])
+    mapped = jax.vmap(call)(x, keys)
+    for i in range(2):
+        np.testing.assert_allclose(
+            shared[i], call(x[i], keys[0]), atol=2e-2 * ON_GPU + 1e-6
+        )
+        np.testing.assert_allclose(
+            mapped[i], call(x[i], keys[i]), atol=2e-2 * ON_GPU + 1e-6
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mean_over_keys_is_attention_without(backend):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((20, 1, 16)), jnp.float32)
+
+    @jax.jit
+    @jax.vmap
+    def call(key):
+        options = {"dropout_rate": 0.2, "dropout_rng": key, **BACKENDS[backend]}
+        return attention(x, x, x, **options)
+
+    count = 2000 if backend == "xla" or ON_GPU else 200
+    mean = np.mean(call(jax.random.split(jax.random.key(0), count)), axis=0)
+    without = attention(x, x, x, **BACKENDS[backend])
+    # A dropped probability changes the output by up to |v| / sqrt(S).
+    assert np.abs(mean - without).max() < 5 * 0.5 * np.abs(x).max() / np.sqrt(count)
