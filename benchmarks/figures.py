@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "memory": tables.memory,
     "compile_time": tables.compile_time,
     "dispatch": tables.dispatch,
+    "features": tables.features,
     "cpu": tables.cpu,
 }
 # Colours of Okabe and Ito, told apart by the colour-blind, and Tol's indigo. Peers that

@@ -154,5 +154,6 @@ def newest(results_dir: str | Path, benchmark: str) -> list[dict]:
 
 
 def key(row: Mapping) -> str:
-    """What a row is about: its shape, pass and peer."""
-    return json.dumps([row["shape"], row["pass"], row["peer"]], sort_keys=True)
+    """What a row is about: its shape, pass, peer and feature."""
+    about = [row["shape"], row["pass"], row["peer"], row.get("feature")]
+    return json.dumps(about, sort_keys=True)

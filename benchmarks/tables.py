@@ -311,3 +311,43 @@ def dispatch(rows: Sequence[Mapping]) -> str:
     header = ["B x T, N x H", "pass", "peer", "median, us", "5 to 95 %, us"]
     parts = [origin(rows), markdown(header, lines), failures(rows)]
     return "\n\n".join(part for part in parts if part)
+
+
+def features(rows: Sequence[Mapping]) -> str:
+    """Milliseconds with each feature, and times those of plain for each pair kept.
+
+    The backward is forward and backward less the forward.
+    """
+    by_feature: dict[str, dict[str, Mapping]] = {}
+    for row in rows:
+        by_feature.setdefault(row["feature"], {})[row["pass"]] = row
+
+    def times(passes: Mapping[str, Mapping]) -> dict[str, float]:
+        seconds = {which: row.get("seconds", math.nan) for which, row in passes.items()}
+        forward = seconds["forward"]
+        found = {"forward": forward, "backward": seconds["forward_backward"] - forward}
+        if "with_operand" in seconds:
+            found["with_operand"] = seconds["with_operand"] - forward
+        return found
+
+    plain = times(next(iter(by_feature.values())))
+    plain["with_operand"] = plain["backward"]
+    lines, failed = [], []
+    for name, passes in by_feature.items():
+        line = [name, f"{passes['forward']['pairs']:.3g}"]
+        found = times(passes)
+        for which in ("forward", "backward", "with_operand"):
+            ratio = math.nan
+            if which in found:
+                ratio = found[which] / plain[which] / passes["forward"]["pairs"]
+            text = f"{1e3 * found[which]:.3f} (x {ratio:.2f})" if which in found else ""
+            line.append("fails" if which in found and math.isnan(ratio) else text)
+        last = list(passes.values())[-1].get("memory") or {}
+        line.append(f"{last['temp'] / 2**20:.4g}" if last.get("temp") else "")
+        lines.append(line)
+        failed += [f"- {name}: {r['failure']}" for r in passes.values() if r["failure"]]
+    header = ["feature", "pairs kept", "forward, ms (x plain, per pair)", "backward"]
+    header += ["backward, its operand's gradient too", "extra MiB"]
+    shape = str(Shape(**rows[0]["shape"]))
+    parts = [origin(rows), shape, markdown(header, lines), "\n".join(failed)]
+    return "\n\n".join(part for part in parts if part)

@@ -77,12 +77,12 @@ def attention(
         scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal,
         local_window_size and alibi_slopes. Values beyond +-2**28 are clipped.
       logits_soft_cap: c > 0: scores become c * tanh(score / c) (Gemma 2), before masks.
-      alibi_slopes: float [N] or [*B, N] (a scalar for a single head), >= 0 as a rule:
+      alibi_slopes: float [N] or [*B, N] (a scalar for a single head), mostly >= 0:
         adds -slope * |query position - key position| (Press et al. 2021), computed in
         the kernel. Differentiable.
       sinks: float [N] (a scalar for a single head): one more logit for each head that
-        takes part in the softmax, and so in the log-sum-exp, and has no value (gpt-oss).
-        Differentiable.
+        takes part in the softmax, and so in the log-sum-exp, and has no value
+        (gpt-oss). A row without keys is 0 and -inf nevertheless. Differentiable.
       dropout_rate: chance in [0, 1) that a probability is dropped; the others are
         multiplied by 1 / (1 - rate). The rate is rounded to a multiple of 2**-16.
       dropout_rng: a JAX key (typed, or raw uint32), needed if dropout_rate > 0. What is

@@ -104,7 +104,7 @@ class Shape:
 
     def _per_head(self, name: str, x, batched: bool) -> Named:
         x = _as_float(name, x)
-        shapes = {self.heads: self.head_axes}
+        shapes: dict[tuple[int, ...], Axes] = {self.heads: self.head_axes}
         if batched:
             shapes[self.batch + self.heads] = self.batch_axes + self.head_axes
         if x.shape not in shapes:
@@ -130,7 +130,8 @@ class Shape:
         check_bool("broadcast_dropout", broadcast)
         if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
             raise TypeError(
-                f"dropout_rate must be a number, got {type(rate).__name__}: it is static"
+                "dropout_rate must be a number, known when the program is compiled, "
+                f"got {type(rate).__name__}"
             )
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
@@ -196,7 +197,8 @@ def check_soft_cap(x) -> float | None:
         return None
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):
         raise TypeError(
-            f"logits_soft_cap must be a number, got {type(x).__name__}: it is static"
+            "logits_soft_cap must be a number, known when the program is compiled, got "
+            f"{type(x).__name__}"
         )
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"logits_soft_cap must be finite and > 0, got {x}")

@@ -359,7 +359,7 @@ def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -
 
     def over_loop(*trees):
         def element(total, index):
-            places = {}
+            places: dict[str, Any] = {}
             for axis in reversed(looped):
                 places[axis] = index % plan.group_size[axis]
                 index = index // plan.group_size[axis]

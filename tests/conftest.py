@@ -16,5 +16,9 @@ import hypothesis
 hypothesis.settings.register_profile(
     "default", max_examples=15, deadline=None, derandomize=True
 )
-hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
+hypothesis.settings.register_profile(
+    "search",
+    max_examples=int(os.environ.get("SEARCH_EXAMPLES", "2000")),
+    deadline=None,
+)
 hypothesis.settings.load_profile("default")

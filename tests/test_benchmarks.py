@@ -344,6 +344,7 @@ MAINS = {
     "compile_time": ["--length=64", "--heads=1", *SMALL],
     "dispatch": ["--calls=3", "--heads=1", *SMALL],
     "cpu": ["--lengths=64", "--heads=1", *SMALL],
+    "features": ["--length=64", "--heads=1", "--head_size=16", "--repeats=1"],
 }
 
 
@@ -359,7 +360,9 @@ def test_each_benchmark_runs(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = records.newest(tmp_path, name)
-    assert {"jax_flash2", "xla"} <= {row["peer"] for row in rows}
+    assert {"jax_flash2", "xla"} - {row["peer"] for row in rows} <= (
+        {"xla"} if name == "features" else set()
+    )
     for row in rows:
         assert (row["failure"] is None) == (row["peer"] != "cudnn"), row["failure"]
     assert figures.TABLES[name](rows) in done.stdout

@@ -206,7 +206,7 @@ WRONG = {
     "soft_cap_array": (
         {"logits_soft_cap": jnp.ones(4)},
         TypeError,
-        ["logits_soft_cap", "number", "static"],
+        ["logits_soft_cap", "number", "compiled"],
     ),
     "slopes_shape": (
         {"alibi_slopes": jnp.ones(3)},
@@ -240,7 +240,7 @@ WRONG = {
     "dropout_array": (
         {"dropout_rate": jnp.float32(0.1), "dropout_rng": RNG},
         TypeError,
-        ["dropout_rate", "number", "static"],
+        ["dropout_rate", "number", "compiled"],
     ),
     "dropout_keys": (
         {"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)},

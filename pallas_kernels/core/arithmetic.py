@@ -27,3 +27,6 @@ class Arithmetic:
 
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product
+
+
+PLAIN = Arithmetic()

@@ -118,7 +118,9 @@ def summed_to(x: Named, axes: Axes) -> jax.Array:
     return Named(jnp.sum(x.value, lost) if lost else x.value, kept).to(axes)
 
 
-def operand_sum(operand: Named, names: Sequence[str]) -> tuple[Axes, Axes]:
+def operand_sum(
+    operand: Named, names: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """How the gradient of an operand of the scores is summed over pairs.
 
     With an axis of queries and one of keys it is made tile by tile, and what it was

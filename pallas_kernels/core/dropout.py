@@ -1,13 +1,13 @@
 """Dropout: which probabilities are kept, from counters, the same in every backend.
 
 The bits of a (query, key) pair follow from a seed and the pair's row numbers alone, by
-Philox 2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no state,
-no array of T x S, and the same mask whatever the block sizes, the orientation of a block
-or the order of the loops. Forward and backward make it anew.
+Philox 2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no
+state, no array of T x S, and the same mask whatever the block sizes, the orientation of
+a block or the order of the loops. Forward and backward make it anew.
 
-One call of the cipher gives 64 bits for four pairs, 16 bits for each: rows r and r + 8 of
-sixteen, of queries and of keys. A tensor core's result has just these rows in one thread,
-so that the bits need not change hands.
+One call of the cipher gives 64 bits for four pairs, 16 bits for each: rows r and r + 8
+of sixteen, of queries and of keys. A tensor core's result has just these rows in one
+thread, so that the bits need not change hands.
 """
 
 from __future__ import annotations

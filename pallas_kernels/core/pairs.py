@@ -1,7 +1,7 @@
 """A block of (query, key) pairs: its scores, probabilities and their gradients.
 
-Everything that a spec says about a pair meets the recurrences of `flash2` here, once for
-every loop of every backend, forward and backward, in either orientation.
+Everything that a spec says about a pair meets the recurrences of `flash2` here, once
+for every loop of every backend, forward and backward, in either orientation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core import flash2
-from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.axes import Axes
 from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.spec import AttentionSpec
@@ -40,7 +40,7 @@ class Pairs:
     order: tuple[str, str] = ("t", "s")
     masked: bool = True
     precision: Any = None
-    arithmetic: Arithmetic = Arithmetic()
+    arithmetic: Arithmetic = PLAIN
 
     def _numbers(self, name: str) -> jax.Array:
         start, size = self.rows[name]

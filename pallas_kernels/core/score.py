@@ -84,5 +84,5 @@ class Score:
     def operand_gradients(self, dz: jax.Array, distance: jax.Array | None) -> Score:
         """What a block of gradients of z adds to those of the fields, pair by pair."""
         bias = None if self.bias is None else dz
-        slopes = None if self.slopes is None else -dz * distance
+        slopes = None if distance is None else -dz * distance
         return dataclasses.replace(self, bias=bias, slopes=slopes)

@@ -101,7 +101,11 @@ def backward(
     config: configs.Config | None,
     precision,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v and the spec's operands from `saved`: o, lse, do and dlse."""
+    """Gradients of q, k, v and the spec's operands.
+
+    Args:
+      saved: o, lse, do and dlse.
+    """
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     options = {"config": config, "precision": precision}
     _, lse, do, _ = saved

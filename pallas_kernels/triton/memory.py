@@ -173,11 +173,10 @@ class Layout:
         shape: list[int | None] = []
         kept: list[str] = []
         places: list[Callable] = []
+        whole = ("t", "s", "i", "j", *self.looped, *["k"] * ("n" in self.looped))
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
-            if name in ("t", "s", "i", "j", *self.looped):
-                block = size
-            elif name == "k" and "n" in self.looped:
+            if name in whole:
                 block = size
             elif name in ("h", "d"):
                 block = padded(size)

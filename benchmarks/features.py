@@ -1,0 +1,176 @@
+"""What each feature of `attention` costs, against plain causal attention.
+
+    python -m benchmarks.features
+
+B 2, T 8192, N 16, H 128, bfloat16 unless flags say otherwise, every feature by itself
+on top of the causal mask. Forward; backward to query, key and value; and, for a feature
+that has one, backward to its own operand too. Times are given for each pair that the
+masks keep, relative to plain: a window or documents are faster, and the figure says
+whether by as much as they should. Rows go to `features.jsonl`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import jax_flash2
+from benchmarks import harness, options, programs, records, tables
+from benchmarks.harness import Program, Shape
+from benchmarks.peers import OURS
+
+_BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
+_LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")
+_HEADS = flags.DEFINE_integer("heads", 16, "N.", lower_bound=1)
+_HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "H.", lower_bound=1)
+_DTYPE = options.dtype("bfloat16")
+_REPEATS = options.repeats(7)
+_RESULTS_DIR, _COMMIT = options.files()
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Arguments of `attention` beside `is_causal`.
+
+    Attributes:
+      static: those that are no arrays.
+      arrays: those that are.
+      operand: the one of them whose gradient is taken too.
+      pairs: kept by the masks, as a part of causal attention's.
+    """
+
+    static: dict = dataclasses.field(default_factory=dict)
+    arrays: dict = dataclasses.field(default_factory=dict)
+    operand: str | None = None
+    pairs: float = 1.0
+
+
+def features(shape: Shape) -> dict[str, Feature]:
+    """By name; the first is plain."""
+    batch, length, heads = shape.batch, shape.length, shape.heads
+    window, documents = min(1024, length), 8
+    causal = length * (length + 1) / 2
+    in_window = causal - (length - window) * (length - window + 1) / 2
+    document = -(-length // documents)
+    ids = np.arange(length) // document
+    in_documents = sum(n * (n + 1) / 2 for n in np.bincount(ids).tolist())
+    rng = np.random.default_rng(0)
+
+    def normal(*sizes):
+        return jnp.asarray(rng.standard_normal(sizes, np.float32), shape.dtype)
+
+    def rows(x):
+        return jnp.asarray(np.broadcast_to(x, (batch, length)), jnp.int32)
+
+    lengths = {"key_value_seq_lengths": jnp.full(batch, length, jnp.int32)}
+    mask = jnp.ones((1, 1, length, length), bool)
+    slopes = jnp.asarray(2.0 ** (-8 * np.arange(1, heads + 1) / heads), jnp.float32)
+    dropout = {"dropout_rate": 0.1}
+    key = {"dropout_rng": jax.random.PRNGKey(0)}
+    return {
+        "plain": Feature(),
+        "window": Feature(
+            {"local_window_size": (window - 1, None)}, pairs=in_window / causal
+        ),
+        "lengths": Feature(arrays=lengths),
+        "one segment": Feature(arrays={"query_segment_ids": rows(0)}),
+        f"{documents} segments": Feature(
+            arrays={"query_segment_ids": rows(ids)}, pairs=in_documents / causal
+        ),
+        "mask [1, 1, T, T]": Feature(arrays={"mask": mask}),
+        "offset, traced": Feature(arrays={"query_offset": jnp.int32(0)}),
+        "soft cap": Feature({"logits_soft_cap": 50.0}),
+        "ALiBi": Feature(arrays={"alibi_slopes": slopes}, operand="alibi_slopes"),
+        "sinks": Feature(arrays={"sinks": jnp.zeros(heads)}, operand="sinks"),
+        "bias [1, N, T, T]": Feature(
+            arrays={"bias": normal(1, heads, length, length)}, operand="bias"
+        ),
+        "bias [1, 1, T, T]": Feature(
+            arrays={"bias": normal(1, 1, length, length)}, operand="bias"
+        ),
+        "bias [B, 1, 1, T]": Feature(
+            arrays={"bias": normal(batch, 1, 1, length)}, operand="bias"
+        ),
+        "dropout": Feature(dropout, key),
+    }
+
+
+def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
+    """Functions of (query, key, value, output gradient, arrays of the feature)."""
+
+    def call(q, k, v, arrays):
+        return jax_flash2.attention(
+            q, k, v, is_causal=shape.causal, **feature.static, **arrays
+        )
+
+    def forward(q, k, v, do, arrays):
+        del do
+        return call(q, k, v, arrays)
+
+    def both(q, k, v, do, arrays):
+        _, vjp = jax.vjp(lambda *x: call(*x, arrays), q, k, v)
+        return vjp(do)
+
+    def operand(q, k, v, do, arrays):
+        def with_operand(q, k, v, x):
+            return call(q, k, v, {**arrays, feature.operand: x})
+
+        _, vjp = jax.vjp(with_operand, q, k, v, arrays[feature.operand])
+        return vjp(do)
+
+    found = {"forward": forward, "forward_backward": both}
+    return found | ({"with_operand": operand} if feature.operand else {})
+
+
+def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
+    """A row for each feature and pass."""
+    operands = shape.operands()
+    todo, failures, memory = {}, {}, {}
+    for name, feature in features(shape).items():
+        for which, function in passes(shape, feature).items():
+            arguments = (*operands, feature.arrays)
+            try:
+                compiled = programs.lower(function, *arguments).compile()
+                jax.block_until_ready(compiled(*arguments))
+            except Exception as error:  # one feature's failure is a result
+                failures[name, which] = harness.describe(error)
+                continue
+
+            def run(compiled=compiled, arguments=arguments):
+                return compiled(*arguments)
+
+            memory[name, which] = programs.memory(compiled)
+            todo[name, which] = Program(
+                run, jax.block_until_ready, lambda results: {}, memory={}
+            )
+    timings, later = harness.time_interleaved(todo, rounds=rounds)
+    rows = []
+    for name, feature in features(shape).items():
+        for which in passes(shape, feature):
+            at = name, which
+            row = {"shape": asdict(shape), "feature": name, "pass": which}
+            row |= {"peer": OURS}
+            row |= {"pairs": feature.pairs, "failure": {**failures, **later}.get(at)}
+            if at in timings:
+                row |= timings[at].row() | {"memory": memory[at]}
+            rows.append(row)
+    return rows
+
+
+def main():
+    (length,) = _LENGTH.value
+    heads = _HEADS.value
+    shape = Shape(
+        *(_BATCH.value, length, heads, heads, _HEAD_SIZE.value, True, _DTYPE.value)
+    )
+    run = records.Run.start("features", _RESULTS_DIR.value, commit=_COMMIT.value)
+    rows = [run.write(row) for row in rows_of(shape, rounds=_REPEATS.value)]
+    print(f"\n{run.path}\n\n{tables.features(rows)}")
+
+
+if __name__ == "__main__":
+    options.launch(main)
