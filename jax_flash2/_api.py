@@ -47,7 +47,7 @@ def attention(
 
     B stands for any number of batch axes (none included), T for query rows, S for key
     rows, N for query heads, K for key/value heads, H and Hv for head sizes. T and S may
-    be any number, 0 included; H and Hv from 1 to 256 in the GPU kernels.
+    be any number, 0 included; H and Hv from 1 to 512 in the GPU kernels.
 
     Args:
       query: [*B, T, N, H], bfloat16, float16 or float32; or [T, H], a single head.

@@ -8,7 +8,6 @@ width of the dtype and the GPU's shared memory, unless the caller passes a `Conf
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -80,9 +79,10 @@ class Config:
     interpret: bool = False
 
 
-# Per pass, for padded head sizes up to the key: candidates from the fastest on; the
+# Per kernel, for padded head sizes up to the key: candidates from the fastest on; the
 # first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
-# The first of each list was the fastest of 4 to 8 on one H200, bf16 (BUILD_NOTES.md).
+# The first ones of 64 to 256 were the fastest of 4 to 8 on one H200, bfloat16; those of
+# 512 are the largest without spills in their loops (BUILD_NOTES.md).
 _CANDIDATES = {
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
@@ -94,7 +94,13 @@ _CANDIDATES = {
             (32, 32, 4, 2),
             (16, 16, 4, 1),
         ],
-        256: [(128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [
+            (128, 64, 8, 2),
+            (64, 32, 8, 2),
+            (32, 32, 4, 1),
+            (16, 16, 4, 1),
+        ],
+        512: [(32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
     },
     "dkv": {
         64: [(64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
@@ -105,7 +111,8 @@ _CANDIDATES = {
             (32, 32, 4, 1),
             (16, 16, 4, 1),
         ],
-        256: [(64, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(64, 64, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "dq": {
         64: [(128, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
@@ -116,37 +123,70 @@ _CANDIDATES = {
             (32, 32, 4, 1),
             (16, 16, 4, 1),
         ],
-        256: [(128, 32, 8, 2), (64, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)],
+        256: [
+            (128, 32, 8, 2),
+            (64, 32, 8, 1),
+            (32, 16, 4, 1),
+            (16, 16, 4, 1),
+        ],
+        512: [(32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "operand": {
         64: [(128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
         128: [(128, 64, 8, 2), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
         256: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)],
     },
 }
 
 
+KERNELS = tuple(_CANDIDATES)
+
+
 def shared_memory(
-    kernel: str, blocks: Blocks, head_bytes: int, pair_bytes: int = 0
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: int,
+    pair_bytes: int = 0,
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
+    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU.
+
     Args:
-      kernel: "forward", "dkv" or "dq".
+      kernel: "forward", "dkv", "dq" or "operand".
       blocks: the blocks.
-      head_bytes: bytes of a row of key plus a row of value, heads padded.
+      heads: padded head sizes of key and value.
+      itemsize: bytes of an element.
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
     """
-    tiles = (blocks.num_stages - 1) * blocks.block_q * blocks.block_kv * pair_bytes
+    pairs = blocks.block_q * blocks.block_kv
+    tiles = (blocks.num_stages - 1) * pairs * pair_bytes
+    stages: float = blocks.num_stages
     if kernel == "forward":  # q stays; k and v stream
         resident, streamed = blocks.block_q / 2, blocks.block_kv
     elif kernel == "dq":  # q and do stay; k and v stream
         resident, streamed = blocks.block_q, blocks.block_kv
     elif kernel == "operand":  # every loop loads all four
         resident, streamed = 0, blocks.block_q + blocks.block_kv
-    else:  # k and v stay; q and do stream
-        resident, streamed = blocks.block_kv, blocks.block_q
-    return int((resident + blocks.num_stages * streamed) * head_bytes) + tiles
+    else:  # k and v stay; q and do stream, and one of them is also wanted transposed
+        resident, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
+        tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
+        tiles += pairs * itemsize if itemsize == 4 else 0
+    return int((resident + stages * streamed) * sum(heads) * itemsize) + tiles
+
+
+def _candidates(kernel: str, heads: tuple[int, int], itemsize: int) -> list[Blocks]:
+    size = next(s for s in _CANDIDATES[kernel] if max(heads) <= s)
+    # A float32 element takes the registers of two bfloat16 ones.
+    return [Blocks(*c) for c in _CANDIDATES[kernel][size]][itemsize // 4 :]
+
+
+def smallest(kernel: str, heads: tuple[int, int], itemsize: int) -> int:
+    """Bytes of shared memory below which a kernel cannot run with these heads."""
+    blocks = _candidates(kernel, heads, itemsize)[-1]
+    return shared_memory(kernel, blocks, heads, itemsize)
 
 
 def choose(
@@ -162,23 +202,23 @@ def choose(
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
     Args:
-      kernel: "forward", "dkv" or "dq".
+      kernel: "forward", "dkv", "dq" or "operand".
       config: the caller's configuration.
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.
       itemsize: bytes of an element.
-      limit: shared memory of the GPU in bytes.
+      limit: shared memory of the GPU in bytes, at least `smallest`.
       pair_bytes: bytes of bias and mask for each pair of query and key.
     """
     chosen = getattr(config, kernel, None)
     if chosen is not None:
         return chosen
-    size = next(s for s in (64, 128, 256) if max(heads) <= s)
-    head_bytes = sum(heads) * itemsize
-    # A float32 element takes the registers of two bfloat16 ones.
-    candidates = [Blocks(*c) for c in _CANDIDATES[kernel][size]][itemsize // 4 :]
-    need = functools.partial(shared_memory, kernel)
-    fits = (b for b in candidates if need(b, head_bytes, pair_bytes) <= limit)
+    candidates = _candidates(kernel, heads, itemsize)
+    fits = (
+        blocks
+        for blocks in candidates
+        if shared_memory(kernel, blocks, heads, itemsize, pair_bytes) <= limit
+    )
     blocks = next(fits, candidates[-1])
     return dataclasses.replace(
         blocks,

@@ -180,12 +180,12 @@ WRONG = {
     "config": ({"config": {"block_q": 64}}, TypeError, ["config", "Config", "block_q"]),
     "triton_head_size": (
         {
-            **dict.fromkeys(("query", "key", "value"), jnp.zeros((1, 4, 1, 300))),
+            **dict.fromkeys(("query", "key", "value"), jnp.zeros((1, 4, 1, 600))),
             "implementation": "triton",
             "config": Config(interpret=True),
         },
         ValueError,
-        ["triton", "head size 300", "256"],
+        ["triton", "head size 600", "512"],
     ),
     "bias_int": ({"bias": ids((6, 5))}, TypeError, ["bias", "float", "int32"]),
     "bias_bool": ({"bias": ids((6, 5)) == 0}, TypeError, ["bias", "float", "bool"]),
@@ -310,13 +310,13 @@ def test_explain_names_every_implementation():
     for name in ("triton", "xla", "reference"):
         assert f"  {name}: " in text
     assert text.startswith("implementation: " + ("triton" if ON_GPU else "xla"))
-    wide = jax.ShapeDtypeStruct((1, 4, 1, 300), jnp.float32)
+    wide = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
     asked = explain(wide, wide, wide, implementation="triton")
     assert asked.startswith("error: implementation='triton'")
 
 
 def test_slower_choice_on_a_gpu_is_said():
-    """Head size 300 is beyond the kernels: the call says that a GPU could do better."""
-    x = jax.ShapeDtypeStruct((1, 4, 1, 300), jnp.float32)
-    with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*300 is above"):
+    """Head size 600 is beyond the kernels: the call says that a GPU could do better."""
+    x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
+    with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*600 is above"):
         lower_for_gpu(attention, x, x, x)

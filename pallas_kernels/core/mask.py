@@ -55,7 +55,7 @@ class Range(NamedTuple):
     """Bounds `need_lo <= full_lo <= full_hi <= need_hi`, of rows or of blocks.
 
     Python integers stay Python integers, so that a loop that is empty for every block
-    is seen to be so while tracing and costs nothing.
+    (of the same Python integers) is seen to be so while tracing and costs nothing.
     """
 
     need_lo: Any
@@ -67,9 +67,9 @@ class Range(NamedTuple):
         """Pairs kept by both: the ranges intersect."""
         need_lo = maximum(self.need_lo, other.need_lo)
         need_hi = maximum(minimum(self.need_hi, other.need_hi), need_lo)
-        full_lo = minimum(
-            maximum(maximum(self.full_lo, other.full_lo), need_lo), need_hi
-        )
+        full_lo = maximum(maximum(self.full_lo, other.full_lo), need_lo)
+        if not (isinstance(full_lo, int) and full_lo == need_lo):  # <= need_hi already
+            full_lo = minimum(full_lo, need_hi)
         full_hi = maximum(
             minimum(minimum(self.full_hi, other.full_hi), need_hi), full_lo
         )

@@ -42,18 +42,21 @@ class Pairs:
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
 
-    def _numbers(self, name: str) -> jax.Array:
-        start, size = self.rows[name]
-        return jnp.expand_dims(
-            start + lax.iota(jnp.int32, size), 1 - self.order.index(name)
-        )
+    def _numbers(self, name: str, start=None) -> jax.Array:
+        """Row numbers of the block, or counted from `start`, against the block."""
+        first, size = self.rows[name]
+        numbers = (first if start is None else start) + lax.iota(jnp.int32, size)
+        return jnp.expand_dims(numbers, 1 - self.order.index(name))
 
     @functools.cached_property
     def _distance(self) -> jax.Array | None:
         if not self.spec.score.positional:
             return None
-        position = self._numbers("t") + self.spec.start
-        return jnp.abs(position - self._numbers("s")).astype(jnp.float32)
+        # In float32, with one addition a pair; the block's rows are exact in it.
+        (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
+        between = jnp.asarray(t_start + self.spec.start - s_start, jnp.float32)
+        rows, columns = (self._numbers(name, 0).astype(jnp.float32) for name in "ts")
+        return jnp.abs((between + rows) - columns)
 
     @functools.cached_property
     def _kept(self) -> jax.Array | None:

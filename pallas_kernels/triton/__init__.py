@@ -17,7 +17,7 @@ from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.backward import operand as operand_kernel
 from pallas_kernels.triton.forward import forward as forward_kernel
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 lowering_context = support.no_deprecation_warning
@@ -38,6 +38,15 @@ def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
     if max(head_sizes) > MAX_HEAD_SIZE:
         return f"head size {max(head_sizes)} is above {MAX_HEAD_SIZE}"
+    heads = (configs.padded(head_sizes[0]), configs.padded(head_sizes[1]))
+    for kernel in configs.KERNELS:
+        need = configs.smallest(kernel, heads, jnp.dtype(dtype).itemsize)
+        limit = support.shared_memory_limit()
+        if not interpret and need > limit:
+            return (
+                f"head size {max(head_sizes)} in {jnp.dtype(dtype).name} needs "
+                f"{need >> 10} KiB of shared memory and this GPU has {limit >> 10}"
+            )
     return None
 
 
