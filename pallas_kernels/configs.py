@@ -142,8 +142,8 @@ _CANDIDATES = {
 
 KERNELS = tuple(_CANDIDATES)
 
-# What goes before them for float32, whose elements take twice the registers: the fastest
-# of 3 to 4 on one H200 without spilling, where the next of the list spills.
+# What goes before them for float32, whose elements take twice the registers: the
+# fastest of 3 or 4 on one H200, without spills where the next of the list has some.
 _FLOAT32 = {
     ("dkv", 64): (64, 64, 4, 2),
     ("dkv", 128): (64, 32, 8, 2),
