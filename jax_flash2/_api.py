@@ -50,7 +50,8 @@ def attention(
     be any number, 0 included; H and Hv from 1 to 512 in the GPU kernels.
 
     Args:
-      query: [*B, T, N, H], bfloat16, float16 or float32; or [T, H], a single head.
+      query: [*B, T, N, H], bfloat16, float16 or float32 (float64 under x64 with
+        "xla"); or [T, H], a single head.
       key: [*B, S, K, H] in the dtype of query; or [S, H]. K divides N: query head n
         reads key/value head n // (N // K) (grouped-query attention).
       value: [*B, S, K, Hv] in the dtype of query; or [S, Hv].
@@ -71,7 +72,10 @@ def attention(
         p - left to p + right, both inclusive; None is unbounded on that side, an int w
         is (w, w). With is_causal the right side is 0.
       query_segment_ids: int32 [*B, T]; attend only where the ids of query and key are
-        equal. Ids need not be sorted; blocks without a common id are skipped.
+        equal. Ids need not be sorted; blocks without a common id are skipped. What
+        finite numbers a segment holds changes no bit of another's results. NaN and inf
+        stay in their segment where no block of rows has both, and may pass where one
+        has: blocks are of 16 to 256 rows, see `Config`.
       key_value_segment_ids: int32 [*B, S]; query_segment_ids by default if T == S.
       query_offset: position of query row 0 (that of key row 0 is 0): an int, an int32
         scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal,

@@ -8,6 +8,7 @@ with a last block that overhangs. `full` ones are for compiled kernels.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,52 @@ def _with(*functions: Arguments, **fixed) -> Arguments:
     return arguments
 
 
+def _offset(rng, case: Case) -> dict:
+    return {"query_offset": rng.integers(-9, 9, case.batch).astype(np.int32)}
+
+
+# Every feature, and every kind of shape, as something that a case has or has not.
+FEATURES: dict[str, Arguments] = {
+    "causal": _with(is_causal=True),
+    "window": _with(local_window_size=(25, 9)),
+    "lengths": _lengths,
+    "segments": _segments,
+    "mask": _mask("n", "t", "s"),
+    "offset": _offset,
+    "bias": _bias("n", "t", "s"),
+    "soft_cap": _with(logits_soft_cap=3.0),
+    "alibi": _slopes,
+    "sinks": _sinks,
+    "dropout": _dropout,
+}
+SHAPES = {
+    "gqa": {"n": 4},
+    "cross": {"s": 50},
+    "value": {"d": 24},
+    "batch": {"batch": (3,)},
+}
+
+
+def pairwise() -> list[Case]:
+    """Cases in which any two of the features and shapes meet: both, one, the other.
+
+    Any two 4-subsets of 6 cases have one in common, and each has one that the other
+    lacks (Kleitman and Spencer 1973); where neither is, is the case "plain".
+    """
+    names = [*FEATURES, *SHAPES]
+    subsets = list(itertools.combinations(range(6), 4))
+    of = dict(zip(names, subsets, strict=True))
+    cases = []
+    for i in range(6):
+        has = [name for name in names if i in of[name]]
+        shape = {k: x for name in has for k, x in SHAPES.get(name, {}).items()}
+        functions = [FEATURES[name] for name in has if name in FEATURES]
+        cases.append(Case(f"pairwise_{i}", _with(*functions), t=37, **shape))
+    return cases
+
+
 CASES = [
+    *pairwise(),
     Case("plain"),
     Case("plain_exact_blocks", t=32, s=48),
     Case("cross", t=19, s=50),

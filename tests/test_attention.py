@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import attention
+from jax_flash2 import Config, attention
 from tests import tolerances
-from tests.cases import BACKENDS, CASES, ON_GPU, by_name
+from tests.cases import BACKENDS, CASES, ON_GPU, Case, by_name
+from tests.tolerances import cotangents_for
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -200,6 +201,57 @@ def test_padding_never_comes_through(backend, poison):
         np.testing.assert_array_equal(a, dirty[name], err_msg=name)
         if name != "lse":
             assert np.all(np.isfinite(a)), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
+def test_segments_do_not_touch_each_other(backend, change):
+    """Other numbers in a segment change no bit of another; NaN neither, a block away."""
+    t = 512 if backend == "xla" or ON_GPU else 64
+    border = t // 2 if change != "other numbers" else t // 2 - 5
+    case = Case("", t=t, s=t, n=4, k=2)
+    (q, k, v), _ = case.inputs(jnp.float32)
+    cotangents = cotangents_for(case, jnp.float32)
+    ids = np.broadcast_to((np.arange(t) >= border) * 7, (2, t)).astype(np.int32)
+    arguments = {
+        "query_segment_ids": ids,
+        "sinks": np.ones(4, np.float32),
+        "is_causal": True,
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(0),
+        **BACKENDS[backend],
+    }
+
+    def changed(x):
+        new = {"other numbers": -2 * x, "nan": jnp.nan * x, "inf": jnp.inf * x}[change]
+        return jnp.where((ids == 7).reshape(*ids.shape, *[1] * (x.ndim - 2)), new, x)
+
+    before = tolerances.evaluate((q, k, v), cotangents, arguments)
+    arrays, cotangents = jax.tree.map(changed, ((q, k, v), cotangents))
+    after = tolerances.evaluate(arrays, cotangents, arguments)
+    for name in ("out", "lse", "query", "key", "value"):
+        here = slice(None), slice(0, border)
+        np.testing.assert_array_equal(before[name][here], after[name][here], name)
+        assert not np.array_equal(before[name], after[name])
+
+
+@pytest.mark.parametrize("name", ["everything_learnt", "lengths_causal"])
+def test_float64(name):
+    """Under x64 the xla backend takes and gives float64."""
+    case = by_name(name)
+    arrays, arguments = case.inputs(jnp.float32)
+    cotangents = cotangents_for(case, jnp.float32)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (arrays, cotangents))
+        options = {**arguments, "implementation": "xla"}
+        assert attention(*wide[0], **options).dtype == jnp.float64
+        actual = tolerances.evaluate(*wide, options)
+        with pytest.raises(ValueError, match="float64 is not bfloat16"):
+            attention(*wide[0], implementation="triton", config=Config(interpret=True))
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    for result, x in actual.items():
+        scale = 1e-13 if result not in tolerances.OPERANDS else 1e-6  # float32 ones
+        np.testing.assert_allclose(x, exact[result], rtol=scale, atol=20 * scale)
 
 
 def test_bias_gradient_takes_the_memory_of_the_bias():

@@ -1,5 +1,7 @@
 """Random search over shapes and combinations of arguments, by the one error rule."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tolerances
-from tests.cases import BACKENDS, ON_GPU, Case
+from tests.cases import BACKENDS, FEATURES, ON_GPU, SHAPES, Case, pairwise
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -96,3 +98,22 @@ def test_random_problems(backend):
 
     search()
     jax.clear_caches()
+
+
+def test_pairwise_cases_cover_every_pair():
+    cases: list[set[str]] = [set()]  # the case "plain"
+    names = {**FEATURES, **SHAPES}
+    for case in pairwise():
+        made = case.inputs(jnp.float32)[1]
+        has = {
+            name
+            for name, function in FEATURES.items()
+            if function(np.random.default_rng(0), case).keys() <= made.keys()
+        }
+        for name, shape in SHAPES.items():
+            if all(getattr(case, field) == x for field, x in shape.items()):
+                has.add(name)
+        cases.append(has)
+    for a, b in itertools.combinations(names, 2):
+        met = {(a in has, b in has) for has in cases}
+        assert met == {(x, y) for x in (False, True) for y in (False, True)}, (a, b)
