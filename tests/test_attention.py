@@ -206,7 +206,7 @@ def test_padding_never_comes_through(backend, poison):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
 def test_segments_do_not_touch_each_other(backend, change):
-    """Other numbers in a segment change no bit of another; NaN neither, a block away."""
+    """Other numbers change no bit of another segment; nor does NaN, a block away."""
     t = 512 if backend == "xla" or ON_GPU else 64
     border = t // 2 if change != "other numbers" else t // 2 - 5
     case = Case("", t=t, s=t, n=4, k=2)
