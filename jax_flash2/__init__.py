@@ -1,6 +1,7 @@
 """FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels."""
 
 from jax_flash2._api import attention, explain
+from jax_flash2._flax import flax_attention
 from jax_flash2._version import __version__
 from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
 from pallas_kernels.configs import Blocks, Config
@@ -13,4 +14,5 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "flax_attention",
 ]

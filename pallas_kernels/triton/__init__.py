@@ -16,6 +16,7 @@ from pallas_kernels.triton import support
 from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.backward import operand as operand_kernel
 from pallas_kernels.triton.forward import forward as forward_kernel
+from pallas_kernels.triton.memory import Launch
 
 MAX_HEAD_SIZE = 512
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -50,7 +51,7 @@ def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
     return None
 
 
-def _options(kernel: str, config, precision, operands, spec) -> dict:
+def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes(operands)
     tiles = [x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes)]
     dtype = operands[0].dtype
@@ -67,14 +68,14 @@ def _options(kernel: str, config, precision, operands, spec) -> dict:
     if dtype != jnp.float32 or precision is None:
         precision = lax.Precision.DEFAULT
     interpret = config is not None and config.interpret
-    return {"blocks": blocks, "precision": precision, "interpret": interpret}
+    return Launch(blocks, precision, support.arithmetic(dtype, interpret), interpret)
 
 
 def _run(kernel, name: str, q, k, v, spec: AttentionSpec, *rest, config, precision):
-    options = _options(name, config, precision, [q, k, v], spec)
-    blocks, size = options["blocks"], sizes([q, k])
+    launch = _launch(name, config, precision, [q, k, v], spec)
+    blocks, size = launch.blocks, sizes([q, k])
     spec = spec.with_tables(blocks.block_q, blocks.block_kv, size["t"], size["s"])
-    return kernel(q, k, v, spec, *rest, **options)
+    return kernel(q, k, v, spec, *rest, launch=launch)
 
 
 def _delta_struct(operands, lse: Named) -> Named:

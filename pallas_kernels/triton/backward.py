@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program, support
+from pallas_kernels.triton import memory, program
+from pallas_kernels.triton.memory import Launch
 
 
 def dkv(
@@ -41,14 +41,12 @@ def dkv(
     saved: tuple[Named, Named, Named],
     outputs: tuple[Named, Named],
     *,
-    blocks: Blocks,
-    precision,
-    interpret: bool,
+    launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Gradients of key and value.
 
     Args:
-      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      q, k, v, spec, launch: as in the forward.
       saved: lse and delta (axis `t` among others), and do (`t d`).
       outputs: shape structs of dk and dv.
     """
@@ -56,13 +54,8 @@ def dkv(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
         parallel=("s",),
         heads="k",
-        blocks=blocks,
+        blocks=launch.blocks,
     )
-
-    how = {
-        "precision": precision,
-        "arithmetic": support.arithmetic(q.dtype, interpret),
-    }
 
     def kernel(q, k, v, spec, saved, outputs):
         lse, delta, do = saved
@@ -76,23 +69,25 @@ def dkv(
             def visit(masked, i, state):
                 dk, dv = state
                 here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
-                pairs = program.pairs(head_spec, here, ("s", "t"), masked=masked, **how)
+                pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_block = q.load(("t", "h"), here)
                 x, unit = pairs.scores(q_block, k_block)
                 lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))
                 p = flash2.probabilities(x, unit, lse_log2)
                 do_block = do.load(("t", "d"), here)
                 dropped = pairs.drop(p).astype(do.dtype)
-                dv = dv + flash2.dot(dropped, do_block, "nn", precision)
+                dv = dv + flash2.dot(dropped, do_block, "nn", launch.precision)
                 dp = pairs.product(do_block, v_block)
                 dz = pairs.score_gradient(p, x, dp, delta.load(("s", "t"), here))
-                dk = dk + flash2.dot(dz.astype(q.dtype), q_block, "nn", precision)
+                dk = dk + flash2.dot(
+                    dz.astype(q.dtype), q_block, "nn", launch.precision
+                )
                 return dk, dv
 
             return q_blocks.fold(visit, state)
 
         state = tuple(
-            jnp.zeros((blocks.block_kv, where[name].size), jnp.float32)
+            jnp.zeros((launch.blocks.block_kv, where[name].size), jnp.float32)
             for name in ("h", "d")
         )
         if layout.group == 1:
@@ -111,8 +106,7 @@ def dkv(
         (q, k, v, spec, saved),
         outputs,
         name="flash2_dkv",
-        blocks=blocks,
-        interpret=interpret,
+        launch=launch,
     )
 
 
@@ -124,14 +118,12 @@ def dq(
     saved: tuple[Named, Named, Named, Named],
     outputs: tuple[Named, Named],
     *,
-    blocks: Blocks,
-    precision,
-    interpret: bool,
+    launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Gradient of query, and the delta that `dkv` needs.
 
     Args:
-      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      q, k, v, spec, launch: as in the forward.
       saved: o and do (axes `t d` among others), lse and dlse (`t`): (o, lse, do, dlse).
       outputs: shape structs of dq and delta (as lse).
     """
@@ -139,13 +131,8 @@ def dq(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
         parallel=("t",),
         heads="n",
-        blocks=blocks,
+        blocks=launch.blocks,
     )
-
-    how = {
-        "precision": precision,
-        "arithmetic": support.arithmetic(q.dtype, interpret),
-    }
 
     def kernel(q, k, v, spec, saved, outputs):
         o, lse, do, dlse = saved
@@ -161,16 +148,16 @@ def dq(
 
         def visit(masked, j, dq):
             here = program.visit_at(spec, where, layout, "s", j, masked)
-            pairs = program.pairs(spec, here, ("t", "s"), masked=masked, **how)
+            pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
             k_block = k.load(("s", "h"), here)
             v_block = v.load(("s", "d"), here)
             x, unit = pairs.scores(q_block, k_block)
             p = flash2.probabilities(x, unit, lse_log2)
             dp = pairs.product(do_block, v_block)
             dz = pairs.score_gradient(p, x, dp, delta[:, None])
-            return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", precision)
+            return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
 
-        dq = jnp.zeros((blocks.block_q, where["h"].size), jnp.float32)
+        dq = jnp.zeros((launch.blocks.block_q, where["h"].size), jnp.float32)
         dq = kv_blocks.fold(visit, dq) * spec.score.gradient_unit
         where["t"] = layout.rows_at("t", where["t"].start)
         dq_out.store(dq, where)
@@ -182,8 +169,7 @@ def dq(
         (q, k, v, spec, saved),
         outputs,
         name="flash2_dq",
-        blocks=blocks,
-        interpret=interpret,
+        launch=launch,
     )
 
 
@@ -197,9 +183,7 @@ def operand(
     *,
     field: str,
     looped: Axes,
-    blocks: Blocks,
-    precision,
-    interpret: bool,
+    launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Gradient of an operand of the score (bias, ALiBi's slopes).
 
@@ -207,7 +191,7 @@ def operand(
     keys; the batch entries and heads in `looped` are summed in its registers.
 
     Args:
-      q, k, v, spec, blocks, precision, interpret: as in the forward.
+      q, k, v, spec, launch: as in the forward.
       saved: as for `dkv`.
       outputs: the result: the operand's axes, or all of batch and heads and its rows.
       field: name of the operand among the fields of the score.
@@ -218,13 +202,9 @@ def operand(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
         parallel=own,
         heads="n",
-        blocks=blocks,
+        blocks=launch.blocks,
         looped=looped,
     )
-    how = {
-        "precision": precision,
-        "arithmetic": support.arithmetic(q.dtype, interpret),
-    }
 
     def kernel(q, k, v, spec, saved, outputs):
         lse, delta, do = saved
@@ -235,7 +215,7 @@ def operand(
 
             def visit(masked, block, total):
                 at = program.visit_at(here_spec, here, layout, name, block, masked)
-                pairs = program.pairs(here_spec, at, ("t", "s"), masked=masked, **how)
+                pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
                 lse_log2 = flash2.lse_log2(lse.load(("t", "s"), at))
                 x, unit = pairs.scores(q.load(("t", "h"), at), k.load(("s", "h"), at))
                 p = flash2.probabilities(x, unit, lse_log2)
@@ -259,6 +239,5 @@ def operand(
         (q, k, v, spec, saved),
         outputs,
         name=f"flash2_d{field}",
-        blocks=blocks,
-        interpret=interpret,
+        launch=launch,
     )

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program, support
+from pallas_kernels.triton import memory, program
+from pallas_kernels.triton.memory import Launch
 
 
 def forward(
@@ -26,9 +26,7 @@ def forward(
     spec: AttentionSpec,
     outputs: tuple[Named, Named],
     *,
-    blocks: Blocks,
-    precision,
-    interpret: bool,
+    launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Output and log-sum-exp.
 
@@ -36,21 +34,14 @@ def forward(
       q, k, v: operands, axes `t h`, `s h`, `s d` among others.
       spec: of `Named` arrays, with the tables for these blocks.
       outputs: shape structs of o (axes `t d` among others) and lse (`t`).
-      blocks: block sizes.
-      precision: of float32 products.
-      interpret: run in Pallas's interpreter.
+      launch: block sizes and the rest.
     """
     layout = memory.Layout(
         [q, k, v, *jax.tree.leaves(spec), *outputs],
         parallel=("t",),
         heads="n",
-        blocks=blocks,
+        blocks=launch.blocks,
     )
-
-    how = {
-        "precision": precision,
-        "arithmetic": support.arithmetic(q.dtype, interpret),
-    }
 
     def kernel(q, k, v, spec, outputs):
         spec, where, kv_blocks = program.query_program(spec, layout)
@@ -58,17 +49,19 @@ def forward(
 
         def visit(masked, j, state):
             here = program.visit_at(spec, where, layout, "s", j, masked)
-            pairs = program.pairs(spec, here, ("t", "s"), masked=masked, **how)
+            pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
             x, unit = pairs.scores(q_block, k.load(("s", "h"), here))
             v_block = v.load(("s", "d"), here)
 
             def product(p):
                 p = pairs.drop(p).astype(v.dtype)
-                return flash2.dot(p, v_block, "nn", precision)
+                return flash2.dot(p, v_block, "nn", launch.precision)
 
             return flash2.step(state, x, unit, product)
 
-        state = kv_blocks.fold(visit, flash2.init(blocks.block_q, where["d"].size))
+        state = kv_blocks.fold(
+            visit, flash2.init(launch.blocks.block_q, where["d"].size)
+        )
         o, lse = flash2.finish(state, spec.sink)
         values = (o * spec.dropout_scale if spec.dropout else o), lse
         # Rows beyond a query length are results too: 0 and -inf.
@@ -82,6 +75,5 @@ def forward(
         (q, k, v, spec),
         outputs,
         name="flash2_forward",
-        blocks=blocks,
-        interpret=interpret,
+        launch=launch,
     )

@@ -17,8 +17,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.configs import Blocks, padded
+from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 from pallas_kernels.triton import support
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a kernel is run.
+
+    Attributes:
+      blocks: block sizes, warps and stages.
+      precision: of float32 products.
+      arithmetic: the GPU's instructions, or JAX's own.
+      interpret: run in Pallas's interpreter.
+    """
+
+    blocks: Blocks
+    precision: Any
+    arithmetic: Arithmetic
+    interpret: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +224,7 @@ def call(
     outputs,
     *,
     name: str,
-    blocks: Blocks,
-    interpret: bool,
+    launch: Launch,
 ):
     """Runs `kernel(inputs, outputs)`, trees of `View`, over the layout's grid.
 
@@ -217,8 +234,7 @@ def call(
       inputs: tree of `Named` arrays.
       outputs: tuple of `Named` shape structs.
       name: of the kernel in profiles and dumps.
-      blocks: warps and stages.
-      interpret: run in Pallas's interpreter.
+      launch: warps, stages, interpreter.
 
     Returns:
       A tuple of arrays like `outputs`.
@@ -237,8 +253,8 @@ def call(
         in_specs=list(specs[: len(operands)]),
         out_specs=list(specs[len(operands) :]),
         out_shape=[output.value for output in outputs],
-        blocks=blocks,
-        interpret=interpret,
+        blocks=launch.blocks,
+        interpret=launch.interpret,
         name=name,
     )(*(operand.value for operand in operands))
     return tuple(results)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.mask import Range, everything
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton.memory import Layout, Rows, load_tree
+from pallas_kernels.triton.memory import Launch, Layout, Rows, load_tree
 
 Where = dict[str, Any]
 
@@ -141,17 +140,15 @@ def pairs(
     spec: AttentionSpec,
     where: Where,
     order: tuple[str, str],
-    *,
     masked: bool,
-    precision,
-    arithmetic: Arithmetic,
+    launch: Launch,
 ) -> Pairs:
     """The block of pairs at `where`, with the fields that it needs loaded."""
     if not masked:
         spec = dataclasses.replace(spec, masks=())
     spec = load_tree(spec, order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
-    return Pairs(spec, rows, order, masked, precision, arithmetic)
+    return Pairs(spec, rows, order, masked, launch.precision, launch.arithmetic)
 
 
 def _with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

@@ -1,0 +1,135 @@
+"""`flax_attention` inside Flax's own attention modules, against Flax's own attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from jax_flash2 import flax_attention
+from tests.cases import BACKENDS, ON_GPU
+
+WIDTH, HEADS, T = 32, 4, 20
+ATOL = 2e-2 if ON_GPU else 2e-5  # TF32
+
+
+def x(seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal((2, T, WIDTH)), jnp.float32)
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=0, atol=ATOL), a, b)
+
+
+MASKS = {
+    "none": None,
+    "causal": linen.make_causal_mask(jnp.ones((2, T))),  # float
+    "causal_bool": linen.make_causal_mask(jnp.ones((2, T)), dtype=bool),
+    "padding": linen.make_attention_mask(
+        jnp.ones((2, T)), jnp.arange(T)[None] < jnp.array([[7], [20]])
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "layer", [linen.MultiHeadDotProductAttention, linen.MultiHeadAttention]
+)
+def test_linen(layer, mask, backend):
+    function = functools.partial(flax_attention, **BACKENDS[backend])
+    make = functools.partial(layer, num_heads=HEADS)
+    ours, flax = make(attention_fn=function), make()
+    parameters = flax.init(jax.random.key(0), x())
+    options = {"mask": MASKS[mask]}
+
+    def loss(parameters, layer):
+        out = layer.apply(parameters, x(), **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, out), gradient = run(parameters, ours)
+    (_, want), expected = run(parameters, flax)
+    assert_close(out, want)
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected))
+    assert_close(*(jax.tree.map(lambda g: g / scale, t) for t in (gradient, expected)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nnx(causal, backend):
+    function = functools.partial(flax_attention, **BACKENDS[backend])
+
+    def make(**options):
+        sizes = {"num_heads": HEADS, "in_features": WIDTH, "decode": False}
+        return nnx.MultiHeadAttention(**sizes, **options, rngs=nnx.Rngs(0))
+
+    def loss(layer):
+        return jnp.sum(jnp.sin(layer(x(), is_causal=causal)))
+
+    ours, flax = make(attention_fn=function), make()
+    assert_close(ours(x(), is_causal=causal), flax(x(), is_causal=causal))
+    gradients = (jax.tree.leaves(nnx.grad(loss)(layer)) for layer in (ours, flax))
+    for ours, flax in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, flax, rtol=0, atol=10 * ATOL)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoding_with_a_cache(backend):
+    """Token by token through the cache is the causal call on all of them."""
+    function = functools.partial(flax_attention, **BACKENDS[backend])
+    layer = linen.MultiHeadAttention(HEADS, attention_fn=function)
+    decoder = linen.MultiHeadAttention(HEADS, attention_fn=function, decode=True)
+    parameters = layer.init(jax.random.key(0), x())
+    whole = layer.apply(parameters, x(), mask=MASKS["causal"])
+    cache = decoder.init(jax.random.key(0), x())["cache"]
+    step = jax.jit(
+        lambda cache, token: decoder.apply(
+            {**parameters, "cache": cache}, token, mutable=["cache"]
+        )
+    )
+    for i in range(T):
+        out, changed = step(cache, x()[:, i : i + 1])
+        cache = changed["cache"]
+        assert_close(out[:, 0], whole[:, i])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_dropout(broadcast, backend):
+    """Drops as often as asked, in one way for all heads if broadcast; not if told."""
+    q = jnp.zeros((2, T, HEADS, 16))
+    v = jnp.broadcast_to(jnp.eye(T)[:, None, :], (2, T, HEADS, T))
+    call = functools.partial(
+        flax_attention,
+        dropout_rng=jax.random.key(1),
+        dropout_rate=0.5,
+        broadcast_dropout=broadcast,
+        **BACKENDS[backend],
+    )
+    kept = np.asarray(call(q, q, v)) * T / 2
+    np.testing.assert_allclose(kept, np.round(kept), atol=1e-2)
+    assert 0.4 < kept.mean() < 0.6
+    assert np.all(kept == kept[:1, :, :1]) == broadcast
+    without = call(q, q, v, deterministic=True)
+    np.testing.assert_allclose(without, 1 / T, atol=1e-5)
+
+
+def test_dtypes_promote_and_bias_may_be_of_integers():
+    q = x().reshape(2, T, HEADS, -1)
+    half = q.astype(jnp.bfloat16)
+    assert flax_attention(half, half, half).dtype == jnp.bfloat16
+    assert flax_attention(q, half, half).dtype == jnp.float32
+    assert flax_attention(q, q, q, dtype=jnp.float16).dtype == jnp.float16
+    bias = jnp.arange(T) // 4
+    a = flax_attention(q, q, q, bias)
+    assert_close(a, linen.dot_product_attention(q, q, q, bias.astype(jnp.float32)))
+
+
+def test_sowing_weights_is_refused():
+    layer = linen.MultiHeadAttention(HEADS, attention_fn=flax_attention)
+    with pytest.raises(ValueError, match=r"sow_weights=True.*never makes the weights"):
+        layer.init_with_output(jax.random.key(0), x(), sow_weights=True)
