@@ -1,4 +1,4 @@
-"""`flax_attention` inside Flax's own attention modules, against Flax's own attention."""
+"""`flax_attention` in Flax's own attention modules, against Flax's own attention."""
 
 import functools
 
