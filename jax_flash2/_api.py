@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -207,7 +209,9 @@ def attention(
     problem = Problem(
         axes=tuple(x.axes for x in operands),
         spec_tree=tree,
-        backend=_backends.choose(implementation, _facts(query, key, value, config)),
+        backend=_backends.choose(
+            implementation, _facts([x.value for x in operands], config)
+        ),
         config=config,
         precision=precision,
     )
@@ -239,10 +243,17 @@ def explain(query, key, value, **arguments) -> str:
         _arguments.check_array(name, x)
     implementation = arguments.get("implementation")
     _arguments.check_implementation(implementation)
-    facts = _facts(query, key, value, arguments.get("config"))
+    others = [x for x in arguments.values() if hasattr(x, "shape")]
+    facts = _facts([query, key, value, *others], arguments.get("config"))
     return _backends.explain(implementation, facts)
 
 
-def _facts(query, key, value, config) -> dict:
-    head_sizes = (key.shape[-1], value.shape[-1])
-    return {"dtype": query.dtype, "head_sizes": head_sizes, "config": config}
+def _facts(arrays, config) -> dict:
+    """What the choice of a backend depends on; arrays: query, key, value and others."""
+    query, key, value, *_ = arrays
+    return {
+        "dtype": query.dtype,
+        "head_sizes": (key.shape[-1], value.shape[-1]),
+        "elements": max(math.prod(x.shape) for x in arrays),
+        "config": config,
+    }

@@ -34,7 +34,8 @@ def reasons(facts: dict) -> dict[str, str | None]:
     """For each backend, in order, why it cannot serve the call (None: it can).
 
     Args:
-      facts: dtype, head_sizes (query's and value's), config.
+      facts: dtype, head_sizes (key's and value's), elements (of the largest array),
+        config.
     """
     return {name: module(name).unsupported(**facts) for name in BACKENDS}
 

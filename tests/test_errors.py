@@ -315,6 +315,22 @@ def test_explain_names_every_implementation():
     assert asked.startswith("error: implementation='triton'")
 
 
+def test_arrays_that_kernels_cannot_address():
+    """More elements than an int32 counts: said, mapped or not, and never wrong."""
+    call = functools.partial(attention, implementation="triton")
+    x = jax.ShapeDtypeStruct((3, 2**19, 16, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"array of 3221225472 elements.*2\*\*31"):
+        lower_for_gpu(call, x, x, x)
+    with pytest.raises(ValueError, match=r"array of 3221225472 elements.*2\*\*31"):
+        lower_for_gpu(jax.vmap(call), x, x, x)
+    one = jax.ShapeDtypeStruct((1, 2**19, 1, 16), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((2**19, 2**19), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"2\*\*31"):
+        lower_for_gpu(call, one, one, one, bias)
+    fits = jax.ShapeDtypeStruct((2, 2**19, 16, 128), jnp.bfloat16)
+    assert "flash2_forward" in lower_for_gpu(call, fits, fits, fits)
+
+
 def test_slower_choice_on_a_gpu_is_said():
     """Head size 600 is beyond the kernels: the call says that a GPU could do better."""
     x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)

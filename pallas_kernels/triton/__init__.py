@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import configs
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
-from pallas_kernels.triton import support
+from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.backward import operand as operand_kernel
 from pallas_kernels.triton.forward import forward as forward_kernel
@@ -24,8 +24,17 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 lowering_context = support.no_deprecation_warning
 
 
-def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
-    """Why this backend cannot serve a call here and now, or None."""
+def unsupported(
+    *, dtype, head_sizes: tuple[int, int], elements: int, config
+) -> str | None:
+    """Why this backend cannot serve a call here and now, or None.
+
+    Args:
+      dtype: of query, key and value.
+      head_sizes: of key and value.
+      elements: of the largest array.
+      config: the caller's.
+    """
     interpret = config is not None and config.interpret
     platform = support.platform()
     if platform != "cuda" and not interpret:
@@ -37,6 +46,8 @@ def unsupported(*, dtype, head_sizes: tuple[int, int], config) -> str | None:
         return f"compute capability {support.capability() / 10} is below 8.0"
     if dtype not in DTYPES:
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
+    if elements > memory.MOST_ELEMENTS:
+        return memory.too_large(elements)
     if max(head_sizes) > MAX_HEAD_SIZE:
         return f"head size {max(head_sizes)} is above {MAX_HEAD_SIZE}"
     heads = (configs.padded(head_sizes[0]), configs.padded(head_sizes[1]))

@@ -9,6 +9,7 @@ each, and a `View` that lacks an axis answers with something that broadcasts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,16 @@ from pallas_kernels.configs import Blocks, padded
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 from pallas_kernels.triton import support
+
+# Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1).
+MOST_ELEMENTS = 2**31
+
+
+def too_large(elements: int) -> str:
+    return (
+        f"an array of {elements} elements is beyond the 2**31 that its kernels can "
+        "address; split the batch, as with jax.lax.map"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +249,14 @@ def call(
 
     Returns:
       A tuple of arrays like `outputs`.
+
+    Raises:
+      ValueError: if an array is too large, as `jax.vmap` may make it.
     """
     operands, tree = jax.tree.flatten(inputs)
+    elements = max(math.prod(x.shape) for x in (*operands, *outputs))
+    if elements > MOST_ELEMENTS:
+        raise ValueError(f"implementation='triton': {too_large(elements)}")
     specs, kept = zip(*map(layout.block_spec, (*operands, *outputs)), strict=True)
 
     def body(*refs):
