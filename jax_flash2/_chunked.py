@@ -185,8 +185,13 @@ class _Head:
     spec: AttentionSpec
     precision: Any
 
-    def pairs(self, masked: bool, i, j) -> Pairs:
-        """Query block i against key block j."""
+    def pairs(self, masked: bool, i, j, *, ends: bool = False) -> Pairs:
+        """Query block i against key block j.
+
+        Args:
+          ends: mask the keys beyond the array also where a block of queries keeps every
+            key there is: for sums over keys, which a gradient of keys is not.
+        """
         plan, spec = self.plan, self.spec
         rows = {
             "t": (i * plan.block_q, plan.block_q),
@@ -195,8 +200,8 @@ class _Head:
         if not masked:
             spec = dataclasses.replace(spec, masks=())
         spec = spec_block(spec, ("t", "s"), **rows)
-        if masked and plan.size["s"] % plan.block_kv:
-            spec = spec.with_end(plan.size["s"])
+        if (masked or ends) and plan.size["s"] % plan.block_kv:
+            spec, masked = spec.with_end(plan.size["s"]), True
         return Pairs(spec, rows, masked=masked, precision=self.precision)
 
     def query_rows(self, i, *arrays):
@@ -341,7 +346,7 @@ def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -
             def visit(masked, i, total):
                 rows = (q, do, lse[:, None], delta[:, None])
                 q_block, do_block, lse_block, delta_block = head.query_rows(i, *rows)
-                pairs = head.pairs(masked, i, j)
+                pairs = head.pairs(masked, i, j, ends=True)
                 x, unit = pairs.scores(q_block, k_block)
                 p = flash2.probabilities(x, unit, lse_block)
                 dp = pairs.product(do_block, v_block)

@@ -249,6 +249,8 @@ CASES = [
     Case("bias_masked", _with(_bias("n", "t", "s"), _block_mask), batch=(3,)),
     Case("soft_cap", _with(is_causal=True, logits_soft_cap=2.0)),
     Case("soft_cap_bias", _with(_bias("n", "t", "s"), _lengths, logits_soft_cap=3.0)),
+    Case("bias_rows_alone", _bias("n", "t"), t=37, s=33),
+    Case("alibi_alone", _slopes, t=37, s=33),
     Case("alibi", _with(_slopes, is_causal=True), n=4),
     Case("alibi_batch", _with(_slopes_batch, _traced_offset), n=2, t=37, s=45),
     Case("alibi_two_sided", _with(_slopes, _segments, logits_soft_cap=5.0)),

@@ -13,8 +13,13 @@ import hypothesis
 
 # A first example compiles; how long that takes is no one's fault. `search` is for long
 # random runs: pytest tests/test_search.py --hypothesis-profile=search
+# The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
-    "default", max_examples=15, deadline=None, derandomize=True
+    "default",
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.register_profile(
     "search",

@@ -8,7 +8,8 @@ recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (
 lse, each before and after its scaling) become a relative error of p.
 
 The gradients of bias, ALiBi's slopes and sinks are sums over many pairs, which may
-cancel: there the roundings are of the root of the sum of the squared terms.
+cancel: there the roundings are of the root of the sum of the squared terms, and a term
+counts p * |dp| too, for dp - delta is the difference of two such numbers.
 """
 
 from __future__ import annotations
@@ -78,11 +79,20 @@ def exact(arrays, cotangents, arguments) -> Results:
 
 
 def _terms(arrays, cotangents, arguments, results: Results) -> Results:
-    query, key, _ = arrays
+    query, key, value = arrays
     *batch, t, n, _ = query.shape
     s = key.shape[-3]
     full = jnp.broadcast_to(arguments.get("bias", 0.0), (*batch, n, t, s))
-    pairs = evaluate(arrays, cotangents, {**arguments, "bias": full})["bias"] ** 2
+    do, dlse = cotangents
+    with_pairs = {**arguments, "bias": full}
+    pairs = evaluate(arrays, cotangents, with_pairs)["bias"] ** 2
+    # The gradient of the log-sum-exp alone is p; |dp| is about |do| |v| / sqrt(Hv).
+    only_lse = (jnp.zeros_like(do), jnp.ones_like(dlse))
+    p = evaluate(arrays, only_lse, with_pairs)["bias"]
+    largest = np.max(np.linalg.norm(value, axis=-1)) / value.shape[-1] ** 0.5
+    dp = np.linalg.norm(do, axis=-1) * largest / (1 - arguments.get("dropout_rate", 0))
+    dp = np.moveaxis(dp + np.abs(dlse), -1, -2)[..., None]
+    pairs = pairs + (p * dp) ** 2
     terms = {}
     if "bias" in arguments:
         shape = arguments["bias"].shape
@@ -100,7 +110,6 @@ def _terms(arrays, cotangents, arguments, results: Results) -> Results:
     if "sinks" in arguments:
         lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
         p = np.exp(arguments["sinks"] - lse)
-        do, dlse = cotangents
         delta = np.sum(results["out"] * do, -1) - dlse
         terms["sinks"] = ((p * delta) ** 2).sum(tuple(range(lse.ndim - 1)))
     return {f"{name} terms": np.sqrt(x) for name, x in terms.items()}
