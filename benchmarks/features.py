@@ -129,7 +129,7 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
 def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
     """A row for each feature and pass."""
     operands = shape.operands()
-    todo, failures, memory = {}, {}, {}
+    timed, failures, memory = {}, {}, {}
     for name, feature in features(shape).items():
         for which, function in passes(shape, feature).items():
             arguments = (*operands, feature.arrays)
@@ -144,10 +144,10 @@ def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
                 return compiled(*arguments)
 
             memory[name, which] = programs.memory(compiled)
-            todo[name, which] = Program(
+            timed[name, which] = Program(
                 run, jax.block_until_ready, lambda results: {}, memory={}
             )
-    timings, later = harness.time_interleaved(todo, rounds=rounds)
+    timings, later = harness.time_interleaved(timed, rounds=rounds)
     rows = []
     for name, feature in features(shape).items():
         for which in passes(shape, feature):

@@ -81,8 +81,9 @@ class Config:
 
 # Per kernel, for padded head sizes up to the key: candidates from the fastest on; the
 # first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
-# The first ones of 64 to 256 were the fastest of 4 to 8 on one H200, bfloat16; those of
-# 512 are the largest without spills in their loops (BUILD_NOTES.md).
+# Chosen on one H200, bfloat16, from up to 8 each (BUILD_NOTES.md has shapes and dates):
+# forward, dkv and dq for 64 to 256, operand for 128. Those of 512, and operand's for
+# 64 and 256, have not been timed.
 _CANDIDATES = {
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
@@ -143,7 +144,7 @@ _CANDIDATES = {
 KERNELS = tuple(_CANDIDATES)
 
 # What goes before them for float32, whose elements take twice the registers: the
-# fastest of 3 or 4 on one H200, without spills where the next of the list has some.
+# fastest of 3 or 4 on one H200, B 4, T 4096, N 16 (BUILD_NOTES.md).
 _FLOAT32 = {
     ("dkv", 64): (64, 64, 4, 2),
     ("dkv", 128): (64, 32, 8, 2),

@@ -211,7 +211,7 @@ def operand(
         spec, where, result = program.tile_program(spec, layout)
 
         def add_element(index, total):
-            here_spec, here, name, todo = program.element(spec, where, layout, index)
+            here_spec, here, name, visited = program.element(spec, where, layout, index)
 
             def visit(masked, block, total):
                 at = program.visit_at(here_spec, here, layout, name, block, masked)
@@ -223,7 +223,7 @@ def operand(
                 dz = pairs.score_gradient(p, x, dp, delta.load(("t", "s"), at))
                 return total + pairs.operand_gradient(field, dz, own)
 
-            return todo.fold(visit, total)
+            return visited.fold(visit, total)
 
         total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
         count = math.prod(layout.looped.values())
