@@ -7,9 +7,9 @@ for a gradient (which is a difference, dp - delta, of rounded values). A gradien
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
 lse, each before and after its scaling) become a relative error of p.
 
-The gradients of bias, ALiBi's slopes and sinks are sums over many pairs, which may
-cancel: there the roundings are of the root of the sum of the squared terms, and a term
-counts p * |dp| too, for dp - delta is the difference of two such numbers.
+All gradients but that of value are sums over pairs of terms ds = p * (dp - delta),
+which may cancel, and delta is made of the rounded output: there the roundings are of
+the root of the sum of the squared terms, and a term counts p * |dp| beside ds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ OPERANDS = ("bias", "alibi_slopes", "sinks")  # arguments that have gradients
 Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
 
 
-def evaluate(arrays, cotangents, arguments) -> Results:
-    """`attention` and its gradients, in one compiled program, as float64 arrays."""
+def evaluate(arrays, cotangents, arguments, of=None) -> Results:
+    """`attention` and its gradients, in one compiled program, as float64 arrays.
+
+    Args:
+      of: names of the results wanted; None for all.
+    """
     operands = {
         name: jnp.asarray(arguments[name]) for name in OPERANDS & arguments.keys()
     }
@@ -43,7 +47,8 @@ def evaluate(arrays, cotangents, arguments) -> Results:
             return attention(**inputs, return_residual=True, **others)
 
         (out, lse), vjp = jax.vjp(call, inputs)
-        return {"out": out, "lse": lse, **vjp(cotangents)[0]}
+        results = {"out": out, "lse": lse, **vjp(cotangents)[0]}
+        return results if of is None else {name: results[name] for name in of}
 
     results = run(inputs, cotangents)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
@@ -62,7 +67,8 @@ def cotangents_for(case, dtype, seed: int = 1):
 def exact(arrays, cotangents, arguments) -> Results:
     """The reference in float64 on the same (rounded) inputs.
 
-    For each of `OPERANDS` there is also "... terms": the size of the terms of its sum.
+    For each gradient but that of value there is also "... terms": the size of the terms
+    of its sum.
     """
     with jax.enable_x64(True):
 
@@ -72,34 +78,49 @@ def exact(arrays, cotangents, arguments) -> Results:
         arrays, cotangents = jax.tree.map(wide, (arrays, cotangents))
         arguments = {k: wide(x) if k in OPERANDS else x for k, x in arguments.items()}
         arguments |= {"implementation": "reference", "precision": "highest"}
+        query, key, _ = arrays
+        *batch, t, n, _ = query.shape
+        bias = arguments.get("bias")
+        pairs = (*batch, n, t, key.shape[-3])
+        full = jnp.broadcast_to(0.0 if bias is None else bias, pairs)
+        do, dlse = cotangents
+        # Of the log-sum-exp alone, the gradient of a bias is p.
+        only_lse = (jnp.zeros_like(do), jnp.ones_like(dlse))
+        arguments["bias"] = full
         results = evaluate(arrays, cotangents, arguments)
-        if OPERANDS & arguments.keys():
-            results |= _terms(arrays, cotangents, arguments, results)
-    return results
+        p = evaluate(arrays, only_lse, arguments, of=("bias",))["bias"]
+        ds = results.pop("bias")
+        if bias is not None:
+            results["bias"] = _summed_to(ds, bias.shape)
+        terms = _terms(arrays, cotangents, arguments, results, ds, p, bias)
+    return results | terms
 
 
-def _terms(arrays, cotangents, arguments, results: Results) -> Results:
-    query, key, value = arrays
-    *batch, t, n, _ = query.shape
-    s = key.shape[-3]
-    full = jnp.broadcast_to(arguments.get("bias", 0.0), (*batch, n, t, s))
-    do, dlse = cotangents
-    with_pairs = {**arguments, "bias": full}
-    pairs = evaluate(arrays, cotangents, with_pairs)["bias"] ** 2
-    # The gradient of the log-sum-exp alone is p; |dp| is about |do| |v| / sqrt(Hv).
-    only_lse = (jnp.zeros_like(do), jnp.ones_like(dlse))
-    p = evaluate(arrays, only_lse, with_pairs)["bias"]
-    largest = np.max(np.linalg.norm(value, axis=-1)) / value.shape[-1] ** 0.5
+def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum over what `shape` was broadcast over."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+
+
+def _terms(arrays, cotangents, arguments, results: Results, ds, p, bias) -> Results:
+    query, key, value = (np.asarray(x) for x in arrays)
+    do, dlse = (np.asarray(x) for x in cotangents)
+    *batch, t, n, h = query.shape
+    s, k = key.shape[-3:-1]
+    # |dp| is about |do| |v| / sqrt(Hv).
+    largest = np.max(np.linalg.norm(value, axis=-1), initial=0.0)
+    largest /= value.shape[-1] ** 0.5
     dp = np.linalg.norm(do, axis=-1) * largest / (1 - arguments.get("dropout_rate", 0))
     dp = np.moveaxis(dp + np.abs(dlse), -1, -2)[..., None]
-    pairs = pairs + (p * dp) ** 2
-    terms = {}
-    if "bias" in arguments:
-        shape = arguments["bias"].shape
-        missing = range(pairs.ndim - len(shape))
-        terms["bias"] = pairs.sum(tuple(missing))
-        ones = tuple(i for i, size in enumerate(shape) if size == 1)
-        terms["bias"] = terms["bias"].sum(ones, keepdims=True)
+    pairs = ds**2 + (p * dp) ** 2
+    scale = arguments.get("scale")
+    scale = h**-0.5 if scale is None else scale
+    of_query = np.einsum("...nts,...snh->...tnh", pairs, key.repeat(n // k, -2) ** 2)
+    of_key = np.einsum("...nts,...tnh->...snh", pairs, query**2)
+    of_key = of_key.reshape(*batch, s, k, n // k, h).sum(-2)
+    terms = {"query": scale**2 * of_query, "key": scale**2 * of_key}
+    if bias is not None:
+        terms["bias"] = _summed_to(pairs, bias.shape)
     if "alibi_slopes" in arguments:
         offset = np.asarray(arguments.get("query_offset", 0))
         offset = np.broadcast_to(offset, batch)[..., None, None, None]
