@@ -6,7 +6,8 @@ B 2, T 8192, N 16, H 128, bfloat16 unless flags say otherwise, every feature by 
 on top of the causal mask. Forward; backward to query, key and value; and, for a feature
 that has one, backward to its own operand too. Times are given for each pair that the
 masks keep, relative to plain: a window or documents are faster, and the figure says
-whether by as much as they should. Rows go to `features.jsonl`.
+whether by as much as they should. Their plain is one of about as many pairs for each
+query: shorter sequences in a larger batch. Rows go to `features.jsonl`.
 """
 
 import dataclasses
@@ -41,12 +42,16 @@ class Feature:
       arrays: those that are.
       operand: the one of them whose gradient is taken too.
       pairs: kept by the masks, as a part of causal attention's.
+      split: cuts each sequence in this many, in the batch.
+      beside: name of the feature whose time this one's is compared with.
     """
 
     static: dict = dataclasses.field(default_factory=dict)
     arrays: dict = dataclasses.field(default_factory=dict)
     operand: str | None = None
     pairs: float = 1.0
+    split: int = 1
+    beside: str = "plain"
 
 
 def features(shape: Shape) -> dict[str, Feature]:
@@ -55,9 +60,14 @@ def features(shape: Shape) -> dict[str, Feature]:
     window, documents = min(1024, length), 8
     causal = length * (length + 1) / 2
     in_window = causal - (length - window) * (length - window + 1) / 2
-    document = -(-length // documents)
-    ids = np.arange(length) // document
+    ids = np.arange(length) // -(-length // documents)
     in_documents = sum(n * (n + 1) / 2 for n in np.bincount(ids).tolist())
+
+    def short(split):
+        """Plain attention on sequences of length / split."""
+        part = length // split
+        return Feature(pairs=split * part * (part + 1) / 2 / causal, split=split)
+
     rng = np.random.default_rng(0)
 
     def normal(*sizes):
@@ -73,13 +83,19 @@ def features(shape: Shape) -> dict[str, Feature]:
     key = {"dropout_rng": jax.random.PRNGKey(0)}
     return {
         "plain": Feature(),
+        "plain, T / 4": short(4),
+        f"plain, T / {documents}": short(documents),
         "window": Feature(
-            {"local_window_size": (window - 1, None)}, pairs=in_window / causal
+            {"local_window_size": (window - 1, None)},
+            pairs=in_window / causal,
+            beside="plain, T / 4",
         ),
         "lengths": Feature(arrays=lengths),
         "one segment": Feature(arrays={"query_segment_ids": rows(0)}),
         f"{documents} segments": Feature(
-            arrays={"query_segment_ids": rows(ids)}, pairs=in_documents / causal
+            arrays={"query_segment_ids": rows(ids)},
+            pairs=in_documents / causal,
+            beside=f"plain, T / {documents}",
         ),
         "mask [1, 1, T, T]": Feature(arrays={"mask": mask}),
         "offset, traced": Feature(arrays={"query_offset": jnp.int32(0)}),
@@ -128,9 +144,12 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
 
 def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
     """A row for each feature and pass."""
-    operands = shape.operands()
     timed, failures, memory = {}, {}, {}
     for name, feature in features(shape).items():
+        operands = [
+            x.reshape(x.shape[0] * feature.split, -1, *x.shape[2:])
+            for x in shape.operands()
+        ]
         for which, function in passes(shape, feature).items():
             arguments = (*operands, feature.arrays)
             try:
@@ -154,7 +173,8 @@ def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
             at = name, which
             row = {"shape": asdict(shape), "feature": name, "pass": which}
             row |= {"peer": OURS}
-            row |= {"pairs": feature.pairs, "failure": {**failures, **later}.get(at)}
+            row |= {"pairs": feature.pairs, "beside": feature.beside}
+            row |= {"failure": {**failures, **later}.get(at)}
             if at in timings:
                 row |= timings[at].row() | {"memory": memory[at]}
             rows.append(row)

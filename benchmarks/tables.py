@@ -316,7 +316,8 @@ def dispatch(rows: Sequence[Mapping]) -> str:
 def features(rows: Sequence[Mapping]) -> str:
     """Milliseconds with each feature, and times those of plain for each pair kept.
 
-    The backward is forward and backward less the forward.
+    The backward is forward and backward less the forward; plain attention is that with
+    about as many pairs for each query.
     """
     by_feature: dict[str, dict[str, Mapping]] = {}
     for row in rows:
@@ -330,16 +331,18 @@ def features(rows: Sequence[Mapping]) -> str:
             found["with_operand"] = seconds["with_operand"] - forward
         return found
 
-    plain = times(next(iter(by_feature.values())))
-    plain["with_operand"] = plain["backward"]
     lines, failed = [], []
     for name, passes in by_feature.items():
-        line = [name, f"{passes['forward']['pairs']:.3g}"]
+        pairs = passes["forward"]["pairs"]
+        line = [name, f"{pairs:.3g}"]
         found = times(passes)
+        others = by_feature[passes["forward"]["beside"]]
+        beside = {"with_operand": times(others)["backward"]} | times(others)
         for which in ("forward", "backward", "with_operand"):
             ratio = math.nan
             if which in found:
-                ratio = found[which] / plain[which] / passes["forward"]["pairs"]
+                ratio = found[which] / beside[which]
+                ratio *= others["forward"]["pairs"] / pairs
             text = f"{1e3 * found[which]:.3f} (x {ratio:.2f})" if which in found else ""
             line.append("fails" if which in found and math.isnan(ratio) else text)
         last = list(passes.values())[-1].get("memory") or {}

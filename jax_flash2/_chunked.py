@@ -198,7 +198,7 @@ class _Head:
             "s": (j * plan.block_kv, plan.block_kv),
         }
         if not masked:
-            spec = dataclasses.replace(spec, masks=())
+            spec = spec.only_positions()
         spec = spec_block(spec, ("t", "s"), **rows)
         if (masked or ends) and plan.size["s"] % plan.block_kv:
             spec, masked = spec.with_end(plan.size["s"]), True
@@ -240,7 +240,8 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
 
                 return flash2.step(state, x, unit, product)
 
-            state = flash2.init(plan.block_q, v.shape[1], dtype)
+            bounded = spec.score.bounded(v.dtype)
+            state = flash2.init(plan.block_q, v.shape[1], dtype, bounded=bounded)
             state = _at(ranges, i).fold(visit, state)
             sink = None if spec.sink is None else spec.sink.value
             o, lse = flash2.finish(state, sink)

@@ -8,6 +8,7 @@ width of the dtype and the GPU's shared memory, unless the caller passes a `Conf
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -81,16 +82,13 @@ class Config:
 
 # Per kernel, for padded head sizes up to the key: candidates from the fastest on; the
 # first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
-# Chosen on one H200, bfloat16, from up to 8 each (BUILD_NOTES.md has shapes and dates):
-# forward, dkv and dq for 64 to 256, operand for 128. Those of 512, and operand's for
-# 64 and 256, have not been timed.
+# Chosen on one H200, bfloat16, from 5 to 9 each (BUILD_NOTES.md has shapes and dates);
+# those of operand for 64 and above 128 have not been timed.
 _CANDIDATES = {
     "forward": {
-        64: [(128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
+        64: [(64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
         128: [
-            (128, 128, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
+            (128, 64, 4, 2),
             (64, 64, 4, 2),
             (32, 32, 4, 2),
             (16, 16, 4, 1),
@@ -101,17 +99,11 @@ _CANDIDATES = {
             (32, 32, 4, 1),
             (16, 16, 4, 1),
         ],
-        512: [(32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
+        512: [(64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
     },
     "dkv": {
         64: [(64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [
-            (64, 128, 8, 3),
-            (64, 64, 4, 2),
-            (32, 64, 4, 2),
-            (32, 32, 4, 1),
-            (16, 16, 4, 1),
-        ],
+        128: [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
         256: [(64, 64, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
         512: [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
@@ -125,12 +117,13 @@ _CANDIDATES = {
             (16, 16, 4, 1),
         ],
         256: [
+            (128, 64, 8, 1),
             (128, 32, 8, 2),
             (64, 32, 8, 1),
             (32, 16, 4, 1),
             (16, 16, 4, 1),
         ],
-        512: [(32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
+        512: [(32, 32, 4, 2), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "operand": {
         64: [(64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
@@ -143,12 +136,34 @@ _CANDIDATES = {
 
 KERNELS = tuple(_CANDIDATES)
 
-# What goes before them for float32, whose elements take twice the registers: the
-# fastest of 3 or 4 on one H200, B 4, T 4096, N 16 (BUILD_NOTES.md).
-_FLOAT32 = {
-    ("dkv", 64): (64, 64, 4, 2),
-    ("dkv", 128): (64, 32, 8, 2),
-    ("dq", 128): (128, 32, 8, 2),
+# Bytes, at most, that an element of float32 took of some 30 configurations whose
+# products are made of three pieces in bfloat16 (`triton.support.product_precision`).
+SPLIT_ITEMSIZE = 5.5
+
+# Better ones, by what is unusual about a call: a dtype whose elements take more
+# registers (its bytes), few keys for a query ("short"), arithmetic for each pair
+# ("heavy": ALiBi, dropout). As above; float32 with B 4, T 4096, N 16.
+_BETTER: dict[Any, dict[tuple[str, int], list[tuple[int, int, int, int]]]] = {
+    "short": {("forward", 128): [(64, 64, 4, 3)], ("dq", 128): [(64, 64, 4, 2)]},
+    "heavy": {("forward", 128): [(128, 128, 8, 3)]},
+    4: {
+        ("forward", 64): [(64, 64, 4, 2)],
+        ("forward", 128): [(128, 64, 8, 2)],
+        ("dkv", 64): [(64, 64, 4, 2)],
+        ("dkv", 128): [(64, 32, 8, 2)],
+        ("dq", 128): [(128, 32, 8, 2)],
+    },
+    SPLIT_ITEMSIZE: {
+        ("forward", 64): [(64, 64, 4, 1), (64, 32, 4, 2)],
+        ("forward", 128): [(64, 64, 4, 1), (64, 32, 4, 2)],
+        ("forward", 256): [(32, 32, 4, 1)],
+        ("dkv", 64): [(64, 64, 4, 2), (32, 64, 4, 2)],
+        ("dkv", 128): [(16, 64, 4, 1), (32, 32, 4, 1)],
+        ("dkv", 256): [(16, 16, 4, 1)],
+        ("dq", 64): [(64, 64, 4, 2), (64, 32, 4, 2)],
+        ("dq", 128): [(128, 32, 8, 1), (64, 32, 4, 1)],
+        ("dq", 256): [(64, 16, 4, 1)],
+    },
 }
 
 
@@ -156,7 +171,7 @@ def shared_memory(
     kernel: str,
     blocks: Blocks,
     heads: tuple[int, int],
-    itemsize: int,
+    itemsize: float,
     pair_bytes: int = 0,
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
@@ -167,7 +182,7 @@ def shared_memory(
       kernel: "forward", "dkv", "dq" or "operand".
       blocks: the blocks.
       heads: padded head sizes of key and value.
-      itemsize: bytes of an element.
+      itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
     """
     pairs = blocks.block_q * blocks.block_kv
@@ -182,20 +197,23 @@ def shared_memory(
     else:  # k and v stay; q and do stream, and one of them is also wanted transposed
         resident, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
-        tiles += pairs * itemsize if itemsize == 4 else 0
+        tiles += 4 * pairs if itemsize == 4 else 0
     return int((resident + stages * streamed) * sum(heads) * itemsize) + tiles
 
 
-def _candidates(kernel: str, heads: tuple[int, int], itemsize: int) -> list[Blocks]:
+def _candidates(
+    kernel: str, heads: tuple[int, int], itemsize: float, kind: str | None = None
+) -> list[Blocks]:
     size = next(s for s in _CANDIDATES[kernel] if max(heads) <= s)
+    better = _BETTER.get(kind if itemsize == 2 else itemsize, {})
     candidates = _CANDIDATES[kernel][size]
-    if itemsize == 4:
-        first = _FLOAT32.get((kernel, size))
-        candidates = ([first] if first else []) + candidates[1:]
+    # Half the elements fit where the first candidate was chosen for half types.
+    candidates = candidates if itemsize == 2 else candidates[1:]
+    candidates = better.get((kernel, size), []) + candidates
     return [Blocks(*c) for c in candidates]
 
 
-def smallest(kernel: str, heads: tuple[int, int], itemsize: int) -> int:
+def smallest(kernel: str, heads: tuple[int, int], itemsize: float) -> int:
     """Bytes of shared memory below which a kernel cannot run with these heads."""
     blocks = _candidates(kernel, heads, itemsize)[-1]
     return shared_memory(kernel, blocks, heads, itemsize)
@@ -207,9 +225,10 @@ def choose(
     *,
     rows: tuple[int, int],
     heads: tuple[int, int],
-    itemsize: int,
+    itemsize: float,
     limit: int,
     pair_bytes: int = 0,
+    kind: str | None = None,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -218,14 +237,16 @@ def choose(
       config: the caller's configuration.
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.
-      itemsize: bytes of an element.
+      itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
       limit: shared memory of the GPU in bytes, at least `smallest`.
       pair_bytes: bytes of bias and mask for each pair of query and key.
+      kind: "short" where a query has few keys, "heavy" where a pair takes arithmetic
+        of its own, or None.
     """
     chosen = getattr(config, kernel, None)
     if chosen is not None:
         return chosen
-    candidates = _candidates(kernel, heads, itemsize)
+    candidates = _candidates(kernel, heads, itemsize, kind)
     fits = (
         blocks
         for blocks in candidates

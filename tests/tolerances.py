@@ -5,7 +5,8 @@ a gradient at most 3 times, that of plain quadratic attention in the input dtype
 float32 softmax, plus two roundings of the largest exact value for an output and four
 for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
-lse, each before and after its scaling) become a relative error of p.
+lse, each before and after its scaling) become a relative error of p. The log-sum-exp
+itself has these roundings too.
 
 All gradients but that of value are sums over pairs of terms ds = p * (dp - delta),
 which may cancel, and delta is made of the rounded output: there the roundings are of
@@ -170,8 +171,8 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         size = np.max(np.abs(exact.get(f"{name} terms", e)[finite]))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
-        if name not in ("out", "lse"):
-            share += 4 * largest_lse * 2.0**-24
+        if name != "out":
+            share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
         allowed = factor * plain_error + share * size
         found[name] = 0.0 if error == 0 else error / max(allowed, 1e-30)
     return found

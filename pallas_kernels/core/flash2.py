@@ -38,16 +38,21 @@ LN_2 = math.log(2.0)
 
 
 class State(NamedTuple):
-    """What a block of query rows carries along the keys (m in units of log2)."""
+    """What a block of query rows carries along the keys (m in units of log2).
 
-    m: jax.Array  # [rows]
+    Without m (None), exp(score) is itself summed: for scores too small to overflow.
+    """
+
+    m: jax.Array | None  # [rows]
     l: jax.Array  # [rows]
     acc: jax.Array  # [rows, value head size]
 
 
-def init(rows: int, head_size: int, dtype=jnp.float32) -> State:
-    """The state before any key has been seen."""
-    m = jnp.full((rows,), -jnp.inf, dtype)
+def init(
+    rows: int, head_size: int, dtype=jnp.float32, *, bounded: bool = False
+) -> State:
+    """The state before any key has been seen; `bounded` scores need no maximum."""
+    m = None if bounded else jnp.full((rows,), -jnp.inf, dtype)
     return State(m, jnp.zeros((rows,), dtype), jnp.zeros((rows, head_size), dtype))
 
 
@@ -61,6 +66,9 @@ def step(state: State, x: jax.Array, unit: float, product: Callable) -> State:
       product: the matrix product `p -> p @ v` with this block's values.
     """
     scale = unit * LOG2_E
+    if state.m is None:
+        p = jnp.exp2(x * scale)
+        return State(None, state.l + jnp.sum(p, axis=1), state.acc + product(p))
     m = jnp.maximum(state.m, jnp.max(x, axis=1) * scale)
     # A row that has kept nothing yet has m = -inf, and -inf - -inf would be NaN.
     shift = jnp.where(m == -jnp.inf, 0.0, m)
@@ -81,6 +89,7 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
       sink: a logit that joins every row's softmax, without a value; or None.
     """
     m, l, acc = state
+    m = jnp.zeros_like(l) if m is None else m
     empty = l == 0.0
     if sink is not None:
         sink = sink.astype(m.dtype) * LOG2_E

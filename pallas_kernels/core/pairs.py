@@ -56,7 +56,8 @@ class Pairs:
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
         between = jnp.asarray(t_start + self.spec.start - s_start, jnp.float32)
         rows, columns = (self._numbers(name, 0).astype(jnp.float32) for name in "ts")
-        return jnp.abs((between + rows) - columns)
+        distance = (between + rows) - columns
+        return distance if self.spec.keeps_past_only else jnp.abs(distance)
 
     @functools.cached_property
     def _kept(self) -> jax.Array | None:

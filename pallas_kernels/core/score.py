@@ -15,6 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+_TINY = 2.0**-40
+# exp(55) is 2**79: this leaves 2**48 for the sum of keys and values. (float16 ends at
+# 2**16, and begins at 2**-24.)
+_LARGEST_EXPONENT = 55.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Score:
         """Whether the score depends on the distance of query and key."""
         return self.slopes is not None
 
+    def bounded(self, dtype) -> bool:
+        """Whether exp(score), and its sums, are sure to be finite in `dtype`."""
+        cap = self.soft_cap
+        return cap is not None and cap <= _LARGEST_EXPONENT and dtype != jnp.float16
+
     def apply(
         self, qk: jax.Array, distance: jax.Array | None, tanh: Callable = jnp.tanh
     ) -> tuple[jax.Array, float]:
@@ -54,20 +64,21 @@ class Score:
 
         Args:
           qk: products.
-          distance: |query position - key position|, if `positional`.
+          distance: |query position - key position|, if `positional` (of any sign
+            where a mask follows).
           tanh: the backend's.
         """
-        unit = self.soft_cap or 1.0
-        if self.bias is None and self.slopes is None and self.soft_cap is None:
-            if self.scale > 0:
-                return qk, self.scale
-            return qk * self.scale, unit
-        x = qk * (self.scale / unit)
+        unit = 1.0
+        if self.bias is None and self.scale > _TINY:  # whose inverse may be infinite
+            unit = self.scale
+        x = qk if unit == self.scale else qk * self.scale
         if self.bias is not None:
-            x = x + self.bias.astype(x.dtype) * (1 / unit)
+            x = x + self.bias.astype(x.dtype)
         if self.slopes is not None:
             x = x - (self.slopes.astype(x.dtype) * (1 / unit)) * distance
-        return (x if self.soft_cap is None else tanh(x)), unit
+        if self.soft_cap is None:
+            return x, unit
+        return tanh(x * (unit / self.soft_cap)), self.soft_cap
 
     def gradient(self, ds: jax.Array, x: jax.Array) -> jax.Array:
         """The gradient of z from that of the score; `x` of `apply`, -inf if masked."""

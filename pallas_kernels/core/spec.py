@@ -17,7 +17,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core import mask as mask_lib
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.mask import Atom, DataDependent, Lengths, Range
+from pallas_kernels.core.mask import Atom, DataDependent, Lengths, Range, Window
 from pallas_kernels.core.score import Score
 
 
@@ -57,6 +57,27 @@ class AttentionSpec:
     def dropout_scale(self) -> float:
         """What the probabilities that dropout kept are multiplied by."""
         return 1.0 if self.dropout is None else self.dropout.scale
+
+    @property
+    def _windows(self) -> tuple[Window, ...]:
+        return tuple(atom for atom in self.masks if isinstance(atom, Window))
+
+    @property
+    def keeps_past_only(self) -> bool:
+        """Whether no query looks at a key that stands after it."""
+        return any(w.right is not None and w.right <= 0 for w in self._windows)
+
+    def most_keys(self, kv_size: int) -> int:
+        """How many keys a query may look at, as far as is known without data."""
+        most = kv_size
+        for w in self._windows:
+            if w.left is not None and w.right is not None:
+                most = min(most, max(w.left + w.right + 1, 0))
+        return most
+
+    def only_positions(self) -> AttentionSpec:
+        """For a block of which every pair is kept: without the masks' data."""
+        return dataclasses.replace(self, masks=self._windows)
 
     def keep(self, q, kv) -> jax.Array | None:
         """Which pairs are kept, or None for all.

@@ -7,10 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import configs
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
+from pallas_kernels.core.mask import SegmentIds
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.backward import dkv, dq
@@ -62,24 +62,36 @@ def unsupported(
     return None
 
 
+def _kind(spec: AttentionSpec, kv_size: int) -> str | None:
+    """What is unusual about a call (`configs.choose`)."""
+    if spec.score.positional or spec.dropout is not None:
+        return "heavy"
+    # Packed documents are mostly short beside a row of them.
+    packed = any(isinstance(atom, SegmentIds) for atom in spec.masks)
+    return "short" if packed or 4 * spec.most_keys(kv_size) <= kv_size else None
+
+
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes(operands)
     tiles = [x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes)]
     dtype = operands[0].dtype
+    interpret = config is not None and config.interpret
+    heads = (configs.padded(size["h"]), configs.padded(size["d"]))
+    limit = support.shared_memory_limit()
+    itemsize, product = support.product_precision(dtype, precision, interpret)
+    if configs.smallest(kernel, heads, itemsize) > limit:  # float32 as it is
+        itemsize, product = jnp.dtype(dtype).itemsize, precision
     blocks = configs.choose(
         kernel,
         config,
         rows=(size["t"], size["s"]),
-        heads=(configs.padded(size["h"]), configs.padded(size["d"])),
-        itemsize=jnp.dtype(dtype).itemsize,
-        limit=support.shared_memory_limit(),
+        heads=heads,
+        itemsize=itemsize,
+        limit=limit,
+        kind=_kind(spec, size["s"]),
         pair_bytes=sum(jnp.dtype(x.dtype).itemsize for x in tiles),
     )
-    # For bfloat16 and float16 the products are exact in float32 either way.
-    if dtype != jnp.float32 or precision is None:
-        precision = lax.Precision.DEFAULT
-    interpret = config is not None and config.interpret
-    return Launch(blocks, precision, support.arithmetic(dtype, interpret), interpret)
+    return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 
 
 def _run(kernel, name: str, q, k, v, spec: AttentionSpec, *rest, config, precision):

@@ -59,10 +59,9 @@ def forward(
 
             return flash2.step(state, x, unit, product)
 
-        state = kv_blocks.fold(
-            visit, flash2.init(launch.blocks.block_q, where["d"].size)
-        )
-        o, lse = flash2.finish(state, spec.sink)
+        bounded = spec.score.bounded(v.dtype)
+        state = flash2.init(launch.blocks.block_q, where["d"].size, bounded=bounded)
+        o, lse = flash2.finish(kv_blocks.fold(visit, state), spec.sink)
         values = (o * spec.dropout_scale if spec.dropout else o), lse
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)

@@ -6,7 +6,6 @@ blocks that its range names (`core.mask.Range.fold`).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -145,7 +144,7 @@ def pairs(
 ) -> Pairs:
     """The block of pairs at `where`, with the fields that it needs loaded."""
     if not masked:
-        spec = dataclasses.replace(spec, masks=())
+        spec = spec.only_positions()
     spec = load_tree(spec, order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
     return Pairs(spec, rows, order, masked, launch.precision, launch.arithmetic)

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -77,6 +78,25 @@ def pallas_call(kernel, *, blocks: configs.Blocks, interpret: bool, **kwargs):
         num_warps=blocks.num_warps, num_stages=blocks.num_stages
     )
     return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, **kwargs)
+
+
+def product_precision(dtype, precision, interpret: bool):
+    """How a kernel multiplies blocks of `dtype`, for a caller's `precision`.
+
+    "highest" cuts each float32 in three pieces of bfloat16 and sums the six largest of
+    their products: as accurate as float32 (what is left out is 2**-24 of a product), on
+    tensor cores, which have no float32 of their own.
+
+    Returns:
+      The bytes that an element takes in shared memory, and the precision of `dot`.
+    """
+    size = jnp.dtype(dtype).itemsize
+    if dtype != jnp.float32 or precision is None:
+        # For bfloat16 and float16 the products are exact in float32 either way.
+        return size, lax.Precision.DEFAULT
+    if precision == lax.Precision.HIGHEST and not interpret:
+        return configs.SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return size, precision
 
 
 def arithmetic(dtype, interpret: bool) -> Arithmetic:
