@@ -83,7 +83,7 @@ class Config:
 # Per kernel, for padded head sizes up to the key: candidates from the fastest on; the
 # first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
 # Chosen on one H200, bfloat16, from 5 to 9 each (BUILD_NOTES.md has shapes and dates);
-# those of operand for 64 and above 128 have not been timed.
+# those of operand for 512 have not been timed.
 _CANDIDATES = {
     "forward": {
         64: [(64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
@@ -128,7 +128,7 @@ _CANDIDATES = {
     "operand": {
         64: [(64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
         128: [(64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
         512: [(64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)],
     },
 }
@@ -142,10 +142,11 @@ SPLIT_ITEMSIZE = 5.5
 
 # Better ones, by what is unusual about a call: a dtype whose elements take more
 # registers (its bytes), few keys for a query ("short"), arithmetic for each pair
-# ("heavy": ALiBi, dropout). As above; float32 with B 4, T 4096, N 16.
+# ("heavy": ALiBi, dropout), a "bias" for each. As above; float32 with B 4, T 4096.
 _BETTER: dict[Any, dict[tuple[str, int], list[tuple[int, int, int, int]]]] = {
     "short": {("forward", 128): [(64, 64, 4, 3)], ("dq", 128): [(64, 64, 4, 2)]},
     "heavy": {("forward", 128): [(128, 128, 8, 3)]},
+    "bias": {("forward", 128): [(128, 64, 8, 3)]},
     4: {
         ("forward", 64): [(64, 64, 4, 2)],
         ("forward", 128): [(128, 64, 8, 2)],
@@ -241,7 +242,7 @@ def choose(
       limit: shared memory of the GPU in bytes, at least `smallest`.
       pair_bytes: bytes of bias and mask for each pair of query and key.
       kind: "short" where a query has few keys, "heavy" where a pair takes arithmetic
-        of its own, or None.
+        of its own, "bias" where it has bytes of its own, or None.
     """
     chosen = getattr(config, kernel, None)
     if chosen is not None:

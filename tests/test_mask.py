@@ -115,12 +115,22 @@ def test_range_keeps_python_integers():
     assert Range(40, 40, 20, 20).blocks(16, 64).need_hi <= 3
 
 
-def test_fold_visits_masked_full_masked():
+@pytest.mark.parametrize("bounds", [(1, 2, 4, 6), (2, 2, 4, 6), (1, 3, 4, 4)])
+@pytest.mark.parametrize("traced", [(), (0, 1, 2, 3), (0, 1), (2, 3), (3,)])
+def test_fold_visits_full_blocks_then_the_edges(bounds, traced):
     def visit(masked, block, state):
-        return state.at[block].set(2 if masked else 1)
+        seen, count = state
+        return seen.at[block].add(10 * count + (1 if masked else 2)), count + 1
 
-    seen = Range(1, 2, 4, jnp.int32(5)).fold(visit, jnp.zeros(7, jnp.int32))
-    np.testing.assert_array_equal(seen, [0, 2, 1, 1, 2, 0, 0])
+    rows = Range(*(jnp.int32(x) if i in traced else x for i, x in enumerate(bounds)))
+    seen, _ = rows.fold(visit, (jnp.zeros(7, jnp.int32), jnp.int32(1)))
+    need_lo, full_lo, full_hi, need_hi = bounds
+    order = [(b, 2) for b in range(full_lo, full_hi)]
+    edges = (*range(need_lo, full_lo), *range(full_hi, need_hi))
+    expected = np.zeros(7, np.int32)
+    for i, (block, kind) in enumerate(order + [(b, 1) for b in edges]):
+        expected[block] = 10 * (i + 1) + kind
+    np.testing.assert_array_equal(seen, expected)
 
 
 sizes = st.integers(1, 50)

@@ -11,7 +11,7 @@ An atom answers two questions, and a mask is the AND of its atoms.
   depends on data (`SegmentIds`, `DenseMask`) gives `block_relation` instead: two small
   arrays [query blocks, key blocks] that say "some pair may be kept" and "all are".
 
-Kernels loop over `need` and evaluate `keep` only outside `full`:
+Loops visit `full` first and evaluate `keep` only on its two sides:
 
     need_lo      full_lo                 full_hi     need_hi
        |  masked    |   no mask evaluated   |  masked   |
@@ -87,21 +87,35 @@ class Range(NamedTuple):
     def fold(self, visit: Callable, state):
         """Runs `state = visit(masked, block, state)` over the blocks of `need`.
 
-        The one loop of every forward and backward pass: the same step three times, with
-        the mask evaluated only in the first and the last run.
+        The one loop of every forward and backward pass: first the blocks in which every
+        pair is kept, then those on either side of them, with the mask evaluated.
         """
-        for lo, hi, masked in (
-            (self.need_lo, self.full_lo, True),
-            (self.full_lo, self.full_hi, False),
-            (self.full_hi, self.need_hi, True),
-        ):
-            if isinstance(lo, int) and isinstance(hi, int):
-                if lo >= hi:
-                    continue
-                lo, hi = np.int32(lo), np.int32(hi)
-            body = functools.partial(visit, masked)
-            state = lax.fori_loop(lo, hi, body, state)
+        edge = functools.partial(visit, True)
+        full = functools.partial(visit, False)
+        state = _loop(self.full_lo, self.full_hi, full, state)
+        if _same(self.need_lo, self.full_lo):
+            return _loop(self.full_hi, self.need_hi, edge, state)
+        if _same(self.full_hi, self.need_hi):
+            return _loop(self.need_lo, self.full_lo, edge, state)
+        before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
+
+        def at_edge(i, state):
+            beyond = jnp.asarray(i >= before, jnp.int32)
+            return edge(self.need_lo + i + beyond * skipped, state)
+
+        return _loop(0, self.need_hi - self.need_lo - skipped, at_edge, state)
+
+
+def _same(a, b) -> bool:
+    """Whether two bounds are known to be equal while tracing."""
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
+
+
+def _loop(lo, hi, body: Callable, state):
+    if isinstance(lo, int) and isinstance(hi, int) and lo >= hi:
         return state
+    lo, hi = (np.int32(x) if isinstance(x, int) else x for x in (lo, hi))
+    return lax.fori_loop(lo, hi, body, state)
 
 
 def everything(lo, hi) -> Range:

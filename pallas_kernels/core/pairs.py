@@ -104,7 +104,8 @@ class Pairs:
         """
         if self._kept is not None:
             dp = self.drop(dp) * self.spec.dropout_scale
-        return self.spec.score.gradient(flash2.score_gradient(p, dp, delta), x)
+        ds = flash2.score_gradient(p, dp, delta)
+        return self.spec.score.gradient(ds, x, self.masked)
 
     def operand_gradient(self, name: str, dz: jax.Array, rows: Axes) -> jax.Array:
         """What the block adds to the gradient of a field of the score.

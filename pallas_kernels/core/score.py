@@ -80,11 +80,17 @@ class Score:
             return x, unit
         return tanh(x * (unit / self.soft_cap)), self.soft_cap
 
-    def gradient(self, ds: jax.Array, x: jax.Array) -> jax.Array:
-        """The gradient of z from that of the score; `x` of `apply`, -inf if masked."""
+    def gradient(self, ds: jax.Array, x: jax.Array, masked: bool) -> jax.Array:
+        """The gradient of z from that of the score.
+
+        Args:
+          ds: gradient of the score.
+          x: of `apply`.
+          masked: whether a mask made some of x -inf.
+        """
         if self.soft_cap is None:
             return ds
-        x = jnp.maximum(x, -1.0)  # what a mask made -inf: ds is 0 there
+        x = jnp.maximum(x, -1.0) if masked else x  # ds is 0 where x was -inf
         return ds * (1.0 - x * x)
 
     @property

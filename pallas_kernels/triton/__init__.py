@@ -62,8 +62,10 @@ def unsupported(
     return None
 
 
-def _kind(spec: AttentionSpec, kv_size: int) -> str | None:
+def _kind(spec: AttentionSpec, kv_size: int, pair_bytes: int) -> str | None:
     """What is unusual about a call (`configs.choose`)."""
+    if pair_bytes > 1:
+        return "bias"
     if spec.score.positional or spec.dropout is not None:
         return "heavy"
     # Packed documents are mostly short beside a row of them.
@@ -74,6 +76,7 @@ def _kind(spec: AttentionSpec, kv_size: int) -> str | None:
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes(operands)
     tiles = [x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes)]
+    pair_bytes = sum(jnp.dtype(x.dtype).itemsize for x in tiles)
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = (configs.padded(size["h"]), configs.padded(size["d"]))
@@ -88,8 +91,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         heads=heads,
         itemsize=itemsize,
         limit=limit,
-        kind=_kind(spec, size["s"]),
-        pair_bytes=sum(jnp.dtype(x.dtype).itemsize for x in tiles),
+        kind=_kind(spec, size["s"], pair_bytes),
+        pair_bytes=pair_bytes,
     )
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 
