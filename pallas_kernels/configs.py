@@ -62,7 +62,7 @@ class Config:
 
     Attributes:
       forward: blocks of the forward kernel.
-      dkv: blocks of the kernel for the gradients of key and value.
+      dkv: blocks of the kernels for the gradients of key and value.
       dq: blocks of the kernel for the gradient of query.
       operand: blocks of the kernel for the gradient of a bias or of ALiBi's slopes.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
@@ -104,7 +104,13 @@ _CANDIDATES = {
     "dkv": {
         64: [(64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
         128: [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(64, 64, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+    },
+    "dk": {
+        256: [(32, 128, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
+    },
+    "dv": {
+        256: [(64, 128, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
         512: [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "dq": {
@@ -136,6 +142,16 @@ _CANDIDATES = {
 
 KERNELS = tuple(_CANDIDATES)
 
+
+def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
+    """The kernels that serve padded head sizes of key and value.
+
+    The gradients of key and value come from one kernel, or above 128 from one each.
+    """
+    unused = ("dkv",) if max(heads) > 128 else ("dk", "dv")
+    return tuple(kernel for kernel in KERNELS if kernel not in unused)
+
+
 # Bytes, at most, that an element of float32 took of some 30 configurations whose
 # products are made of three pieces in bfloat16 (`triton.support.product_precision`).
 SPLIT_ITEMSIZE = 5.5
@@ -160,7 +176,8 @@ _BETTER: dict[Any, dict[tuple[str, int], list[tuple[int, int, int, int]]]] = {
         ("forward", 256): [(32, 32, 4, 1)],
         ("dkv", 64): [(64, 64, 4, 2), (32, 64, 4, 2)],
         ("dkv", 128): [(16, 64, 4, 1), (32, 32, 4, 1)],
-        ("dkv", 256): [(16, 16, 4, 1)],
+        ("dk", 256): [(16, 16, 4, 1)],
+        ("dv", 256): [(16, 16, 4, 1)],
         ("dq", 64): [(64, 64, 4, 2), (64, 32, 4, 2)],
         ("dq", 128): [(128, 32, 8, 1), (64, 32, 4, 1)],
         ("dq", 256): [(64, 16, 4, 1)],
@@ -180,7 +197,7 @@ def shared_memory(
     Never less than what Triton 3.6 took of some 200 configurations that fit a GPU.
 
     Args:
-      kernel: "forward", "dkv", "dq" or "operand".
+      kernel: one of `KERNELS`.
       blocks: the blocks.
       heads: padded head sizes of key and value.
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
@@ -197,6 +214,7 @@ def shared_memory(
         resident, streamed = 0, blocks.block_q + blocks.block_kv
     else:  # k and v stay; q and do stream, and one of them is also wanted transposed
         resident, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
+        resident = resident / 2 if kernel == "dv" else resident  # no v
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
     return int((resident + stages * streamed) * sum(heads) * itemsize) + tiles
@@ -234,7 +252,7 @@ def choose(
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
     Args:
-      kernel: "forward", "dkv", "dq" or "operand".
+      kernel: one of `KERNELS`.
       config: the caller's configuration.
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.
@@ -244,7 +262,8 @@ def choose(
       kind: "short" where a query has few keys, "heavy" where a pair takes arithmetic
         of its own, "bias" where it has bytes of its own, or None.
     """
-    chosen = getattr(config, kernel, None)
+    field = "dkv" if kernel in ("dk", "dv") else kernel
+    chosen = getattr(config, field, None)
     if chosen is not None:
         return chosen
     candidates = _candidates(kernel, heads, itemsize, kind)

@@ -51,7 +51,7 @@ def unsupported(
     if max(head_sizes) > MAX_HEAD_SIZE:
         return f"head size {max(head_sizes)} is above {MAX_HEAD_SIZE}"
     heads = (configs.padded(head_sizes[0]), configs.padded(head_sizes[1]))
-    for kernel in configs.KERNELS:
+    for kernel in configs.kernels(heads):
         need = configs.smallest(kernel, heads, jnp.dtype(dtype).itemsize)
         limit = support.shared_memory_limit()
         if not interpret and need > limit:
@@ -73,13 +73,19 @@ def _kind(spec: AttentionSpec, kv_size: int, pair_bytes: int) -> str | None:
     return "short" if packed or 4 * spec.most_keys(kv_size) <= kv_size else None
 
 
+def _padded_heads(operands) -> tuple[int, int]:
+    """Of key and value."""
+    size = sizes(operands)
+    return configs.padded(size["h"]), configs.padded(size["d"])
+
+
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes(operands)
     tiles = [x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes)]
     pair_bytes = sum(jnp.dtype(x.dtype).itemsize for x in tiles)
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
-    heads = (configs.padded(size["h"]), configs.padded(size["d"]))
+    heads = _padded_heads(operands)
     limit = support.shared_memory_limit()
     itemsize, product = support.product_precision(dtype, precision, interpret)
     if configs.smallest(kernel, heads, itemsize) > limit:  # float32 as it is
@@ -150,11 +156,13 @@ def backward(
         dq, "dq", q, k, v, spec, saved, (outputs[0], delta), **options
     )
     saved = (lse, Named(delta_array, delta.axes), do)
-    dkv_outputs, structs = outputs[1:3], iter(outputs[3:])
-    gradients = [
-        grad_q,
-        *_run(dkv, "dkv", q, k, v, spec, saved, dkv_outputs, **options),
-    ]
+    grad_kv = dict(zip(("dk", "dv"), outputs[1:3], strict=True))
+    structs, gradients = iter(outputs[3:]), [grad_q]
+    if "dkv" in configs.kernels(_padded_heads([q, v])):
+        gradients += _run(dkv, "dkv", q, k, v, spec, saved, grad_kv, **options)
+    else:
+        for name, out in grad_kv.items():
+            gradients += _run(dkv, name, q, k, v, spec, saved, {name: out}, **options)
     for field in spec.score.operands:
         gradients.append(
             _operand_gradient(q, k, v, spec, saved, next(structs), field, options)

@@ -4,7 +4,9 @@
 axes). It holds k and v, loops over the query heads of its group and over the blocks of
 queries that look at its keys, and sums dk and dv in registers: with grouped queries
 nothing is summed outside. Scores are computed transposed, [keys, queries], so that p^T
-and ds^T are the left operands of their products, which may come from registers.
+and ds^T are the left operands of their products, which may come from registers. Where
+two sums do not fit the registers (large heads), it runs once for each: five products
+instead of four.
 Shared memory: k, v [block_kv, ...] and num_stages times q, do [block_q, ...].
 
 `dq`: one program per block of query rows, the forward's loop with dq as its sum.
@@ -39,35 +41,35 @@ def dkv(
     v: Named,
     spec: AttentionSpec,
     saved: tuple[Named, Named, Named],
-    outputs: tuple[Named, Named],
+    outputs: dict[str, Named],
     *,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of key and value.
+    """Gradients of key and value, or one of them.
 
     Args:
       q, k, v, spec, launch: as in the forward.
       saved: lse and delta (axis `t` among others), and do (`t d`).
-      outputs: shape structs of dk and dv.
+      outputs: shape structs by name, "dk" and "dv" or one of them.
     """
     layout = memory.Layout(
-        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
+        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs.values()],
         parallel=("s",),
         heads="k",
         blocks=launch.blocks,
     )
 
-    def kernel(q, k, v, spec, saved, outputs):
+    def kernel(q, k, v, spec, saved, views):
         lse, delta, do = saved
         spec, where = program.key_program(spec, layout)
         k_block = k.load(("s", "h"), where)
-        v_block = v.load(("s", "d"), where)
+        v_block = v.load(("s", "d"), where) if "dk" in outputs else None
 
-        def head(g, state):
+        def head(g, sums):
             head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
 
-            def visit(masked, i, state):
-                dk, dv = state
+            def visit(masked, i, sums):
+                sums = dict(sums)
                 here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_block = q.load(("t", "h"), here)
@@ -75,37 +77,38 @@ def dkv(
                 lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))
                 p = flash2.probabilities(x, unit, lse_log2)
                 do_block = do.load(("t", "d"), here)
-                dropped = pairs.drop(p).astype(do.dtype)
-                dv = dv + flash2.dot(dropped, do_block, "nn", launch.precision)
-                dp = pairs.product(do_block, v_block)
-                dz = pairs.score_gradient(p, x, dp, delta.load(("s", "t"), here))
-                dk = dk + flash2.dot(
-                    dz.astype(q.dtype), q_block, "nn", launch.precision
-                )
-                return dk, dv
+                if "dv" in sums:
+                    dropped = pairs.drop(p).astype(do.dtype)
+                    sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)
+                if "dk" in sums:
+                    dp = pairs.product(do_block, v_block)
+                    dz = pairs.score_gradient(p, x, dp, delta.load(("s", "t"), here))
+                    dz = dz.astype(q.dtype)
+                    sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)
+                return sums
 
-            return q_blocks.fold(visit, state)
+            return q_blocks.fold(visit, sums)
 
-        state = tuple(
-            jnp.zeros((launch.blocks.block_kv, where[name].size), jnp.float32)
-            for name in ("h", "d")
-        )
+        sums = {
+            name: jnp.zeros((launch.blocks.block_kv, where[axis].size), jnp.float32)
+            for name, axis in (("dk", "h"), ("dv", "d"))
+            if name in outputs
+        }
         if layout.group == 1:
-            dk, dv = head(0, state)
+            sums = head(0, sums)
         else:
-            dk, dv = lax.fori_loop(np.int32(0), np.int32(layout.group), head, state)
-        dk = dk * spec.score.gradient_unit
-        dv = dv * spec.dropout_scale if spec.dropout else dv
+            sums = lax.fori_loop(np.int32(0), np.int32(layout.group), head, sums)
         where["s"] = layout.rows_at("s", where["s"].start)
-        for view, value in zip(outputs, (dk, dv), strict=True):
-            view.store(value, where)
+        unit = {"dk": spec.score.gradient_unit, "dv": spec.dropout_scale}
+        for name, view in zip(outputs, views, strict=True):
+            view.store(sums[name] * unit[name], where)
 
     return memory.call(
         kernel,
         layout,
         (q, k, v, spec, saved),
-        outputs,
-        name="flash2_dkv",
+        tuple(outputs.values()),
+        name="flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}",
         launch=launch,
     )
 
