@@ -25,5 +25,6 @@ hypothesis.settings.register_profile(
     "search",
     max_examples=int(os.environ.get("SEARCH_EXAMPLES", "2000")),
     deadline=None,
+    derandomize=False,
 )
 hypothesis.settings.load_profile("default")
