@@ -8,9 +8,10 @@ recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (
 lse, each before and after its scaling) become a relative error of p. The log-sum-exp
 itself has these roundings too.
 
-All gradients but that of value are sums over pairs of terms ds = p * (dp - delta),
-which may cancel, and delta is made of the rounded output: there the roundings are of
-the root of the sum of the squared terms, and a term counts p * |dp| beside ds.
+Results are sums over pairs, which may cancel: the roundings are of the root of the sum
+of the squared terms, where that is larger. The terms are p * v and p * do, and for the
+other gradients those with ds = p * (dp - delta), of which dp and delta (made of the
+rounded output) may cancel too: a term counts p * |dp| beside ds.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ def cotangents_for(case, dtype, seed: int = 1):
 def exact(arrays, cotangents, arguments) -> Results:
     """The reference in float64 on the same (rounded) inputs.
 
-    For each gradient but that of value there is also "... terms": the size of the terms
-    of its sum.
+    For each that is a sum over pairs there is also "... terms", the size of the terms.
     """
     with jax.enable_x64(True):
 
@@ -111,15 +111,26 @@ def _terms(arrays, cotangents, arguments, results: Results, ds, p, bias) -> Resu
     # |dp| is about |do| |v| / sqrt(Hv).
     largest = np.max(np.linalg.norm(value, axis=-1), initial=0.0)
     largest /= value.shape[-1] ** 0.5
-    dp = np.linalg.norm(do, axis=-1) * largest / (1 - arguments.get("dropout_rate", 0))
+    kept = 1 - arguments.get("dropout_rate", 0)
+    dp = np.linalg.norm(do, axis=-1) * largest / kept
     dp = np.moveaxis(dp + np.abs(dlse), -1, -2)[..., None]
     pairs = ds**2 + (p * dp) ** 2
     scale = arguments.get("scale")
     scale = h**-0.5 if scale is None else scale
-    of_query = np.einsum("...nts,...snh->...tnh", pairs, key.repeat(n // k, -2) ** 2)
-    of_key = np.einsum("...nts,...tnh->...snh", pairs, query**2)
-    of_key = of_key.reshape(*batch, s, k, n // k, h).sum(-2)
-    terms = {"query": scale**2 * of_query, "key": scale**2 * of_key}
+
+    def for_queries(weights, x):
+        return np.einsum("...nts,...snh->...tnh", weights, x.repeat(n // k, -2) ** 2)
+
+    def for_keys(weights, x):
+        full = np.einsum("...nts,...tnh->...snh", weights, x**2)
+        return full.reshape(*batch, s, k, n // k, x.shape[-1]).sum(-2)
+
+    terms = {
+        "out": for_queries((p / kept) ** 2, value),
+        "query": for_queries(pairs * scale**2, key),
+        "key": for_keys(pairs * scale**2, query),
+        "value": for_keys((p / kept) ** 2, do),
+    }
     if bias is not None:
         terms["bias"] = _summed_to(pairs, bias.shape)
     if "alibi_slopes" in arguments:
@@ -168,7 +179,8 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         if not finite.any():
             continue
         error, plain_error = (np.max(np.abs(x[finite] - e[finite])) for x in (a, p))
-        size = np.max(np.abs(exact.get(f"{name} terms", e)[finite]))
+        size = np.max(np.abs(e[finite]))
+        size = max(size, np.max(exact.get(f"{name} terms", 0.0), initial=0.0))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
         if name != "out":
