@@ -28,3 +28,18 @@ hypothesis.settings.register_profile(
     derandomize=False,
 )
 hypothesis.settings.load_profile("default")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How near the results came to what the error rule allows (`record_property`)."""
+    found = [
+        (value, report.nodeid)
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == "share of the allowed error"
+    ]
+    if found:
+        worst, test = max(found)
+        terminalreporter.write_line(
+            f"error rule: {len(found)} checks, worst {worst:.3f} of the allowed: {test}"
+        )

@@ -30,11 +30,11 @@ def _problems():
 
 
 @pytest.mark.parametrize(("case", "dtype", "backends"), list(_problems()))
-def test_error_rule(case, dtype, backends):
-    check_error_rule(case, dtype, backends)
+def test_error_rule(case, dtype, backends, record_property):
+    check_error_rule(case, dtype, backends, record_property)
 
 
-def check_error_rule(case, dtype, backends, **more):
+def check_error_rule(case, dtype, backends, record_property, **more):
     case = case.full() if ON_GPU else case
     dtype = jnp.dtype(dtype)
     arrays, arguments = case.inputs(dtype)
@@ -47,13 +47,14 @@ def check_error_rule(case, dtype, backends, **more):
         options = {**arguments, **BACKENDS[backend]}
         actual = tolerances.evaluate(arrays, cotangents, options)
         found = tolerances.check(actual, exact, plain, unit)
-        worst = max(found.values(), default=0.0)
-        print(f"{case.name} {dtype} {backend}: {worst:.3f} of the allowed error")
+        worst = float(max(found.values(), default=0.0))
+        record_property("share of the allowed error", worst)
 
 
 @pytest.mark.parametrize("name", ["causal", "head_1_3", "gqa"])
-def test_highest_precision_is_float32(name):
-    check_error_rule(by_name(name), "float32", BACKENDS, precision="highest")
+def test_highest_precision_is_float32(name, record_property):
+    more = {"precision": "highest"}
+    check_error_rule(by_name(name), "float32", BACKENDS, record_property, **more)
 
 
 def _naive(q, k, v, keep, arguments):
