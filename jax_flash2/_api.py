@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash2 import _arguments, _backends, _vjp
-from jax_flash2._operation import Problem
+from jax_flash2 import _arguments, _backends, _sharding, _vjp
+from jax_flash2._operation import Problem, forward_outputs
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
 from pallas_kernels.core.score import Score
@@ -215,7 +216,9 @@ def attention(
         config=config,
         precision=precision,
     )
-    out, lse = _vjp.attend(problem, tuple(x.value for x in operands))
+    results = [x.axes for x in forward_outputs(operands)]
+    attend = functools.partial(_vjp.attend, problem)
+    out, lse = _sharding.on_each_device(attend, operands, results)
     if not return_residual:
         return out
     return out, lse if shape.single else jnp.swapaxes(lse, -1, -2)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_flash2 import _backends
+from jax_flash2 import _backends, _sharding
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
 
@@ -132,7 +132,7 @@ def _operation(name: str, rule, outputs):
     def abstract_eval(*avals, problem: Problem, axes: tuple[Axes, ...]):
         del problem
         structs = outputs(list(map(Named, avals, axes)))
-        return [avals[0].update(shape=x.shape, dtype=x.dtype) for x in structs]
+        return [_sharding.like(avals[0], x.shape, x.dtype) for x in structs]
 
     def batching_rule(arrays, dims, *, problem: Problem, axes: tuple[Axes, ...]):
         used = {a for operand_axes in axes for a in operand_axes}
@@ -151,7 +151,11 @@ def _operation(name: str, rule, outputs):
     lower = mlir.lower_fun(implementation, multiple_results=True)
 
     def lowering(context, *operands, problem: Problem, **params):
-        with _backends.lowering_context(problem.backend):
+        context = context.replace(
+            avals_in=list(map(_sharding.local, context.avals_in)),
+            avals_out=list(map(_sharding.local, context.avals_out)),
+        )
+        with _backends.lowering_context(problem.backend), _sharding.one_device():
             return lower(context, *operands, problem=problem, **params)
 
     mlir.register_lowering(primitive, lowering)

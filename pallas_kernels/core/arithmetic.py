@@ -7,13 +7,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower 32 bits of a product of uint32."""
-    a, b = jnp.broadcast_arrays(a, b)
-    return lax.mulhi(a, b), a * b
+    """The upper and the lower 32 bits of a product of uint32.
+
+    From products of 16 bits: `lax.mulhi` has no lowering for a mesh (JAX 0.10 to 0.12).
+    """
+    low, half = jnp.uint32(0xFFFF), jnp.uint32(16)
+    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
+    middle = a1 * b0 + (a0 * b0 >> half)
+    carry = a0 * b1 + (middle & low)
+    return a1 * b1 + (middle >> half) + (carry >> half), a * b
 
 
 @dataclasses.dataclass(frozen=True)

@@ -269,7 +269,7 @@ def call(
         grid=layout.grid,
         in_specs=list(specs[: len(operands)]),
         out_specs=list(specs[len(operands) :]),
-        out_shape=[output.value for output in outputs],
+        out_shape=[support.varying_like(x.value, operands[0].value) for x in outputs],
         blocks=launch.blocks,
         interpret=launch.interpret,
         name=name,

@@ -1,0 +1,156 @@
+"""Attention on several devices: `shard_map`, explicit and automatic shardings."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_flash2 import attention
+from tests.cases import BACKENDS
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+
+T = 40
+
+
+def _mesh(kind: AxisType):
+    shape = (2, 2) if jax.device_count() >= 4 else (1, 2)
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+def _operands(heads=4, kv_heads=2):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, T, n, 16) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def _arguments():
+    rng = np.random.default_rng(0)
+    return {
+        "bias": jnp.asarray(rng.standard_normal((1, 4, T, T)), jnp.float32),
+        "query_segment_ids": jnp.asarray(np.arange(2 * T).reshape(2, T) // 16),
+        "alibi_slopes": jnp.asarray(rng.random(4), jnp.float32),
+        "sinks": jnp.zeros(4),
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(1),
+    }
+
+
+def _with_gradients(backend, **arguments):
+    """Output, log-sum-exp and gradients of query, key and value."""
+
+    def run(q, k, v):
+        def call(q, k, v):
+            options = {**arguments, **BACKENDS[backend]}
+            return attention(q, k, v, is_causal=True, return_residual=True, **options)
+
+        (out, lse), vjp = jax.vjp(call, q, k, v)
+        return out, lse, *vjp((jnp.cos(out), jnp.sin(lse)))
+
+    return run
+
+
+def _assert_equal(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shard_map_with_its_default_checks(backend):
+    run = _with_gradients(backend)
+    spec = P("data", None, "model")
+    q, k, v = _operands()
+    mesh = _mesh(AxisType.Auto)
+    split = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    _assert_equal(jax.jit(split)(q, k, v), run(q, k, v))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
+    """One key and value for all queries: their gradient is that of every device."""
+    q, k, v = _operands(heads=2)
+    mesh = _mesh(AxisType.Auto)
+
+    def call(q, k, v):
+        one = lambda q: attention(q, k, v, is_causal=True, **BACKENDS[backend])  # noqa: E731
+        return jax.vmap(one)(q)
+
+    def loss(function):
+        return lambda q, k, v: jnp.sum(jnp.cos(function(q, k, v)))
+
+    specs = (P(("data", "model")), P(), P())
+    q = jnp.concatenate([q, 2 * q])
+    split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    actual = jax.jit(jax.grad(loss(split), (0, 1, 2)))(q, k[0], v[0])
+    _assert_equal(actual, jax.grad(loss(call), (0, 1, 2))(q, k[0], v[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_explicit_shardings_stay_where_they_are(backend, kv_heads):
+    run = _with_gradients(backend)
+    operands = _operands(kv_heads=kv_heads)
+    expected = run(*operands)
+    mesh = _mesh(AxisType.Explicit)
+    spec = P("data", None, "model")
+    whole = P("data") if kv_heads == 1 else spec
+    with jax.set_mesh(mesh):
+        split = [
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip(operands, (spec, whole, whole), strict=True)
+        ]
+        actual = jax.jit(run)(*split)
+        assert jax.typeof(actual[0]).sharding.spec == P("data", None, "model", None)
+        assert jax.typeof(actual[1]).sharding.spec == P("data", None, "model")
+    _assert_equal(actual, expected)
+
+
+def test_explicit_shardings_with_every_feature():
+    """Also those that are whole on every device, and dropout's bits."""
+    run = _with_gradients("xla", **_arguments())
+    operands = _operands()
+    expected = run(*operands)
+    mesh = _mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        spec = NamedSharding(mesh, P("data", None, "model"))
+        actual = jax.jit(run)(*(jax.device_put(x, spec) for x in operands))
+    _assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("specs", "heads", "message"),
+    [
+        ((P(None, "data"), P()), 2, r"query is sharded along its rows .*'data'"),
+        ((P(), P(None, None, None, "data")), 2, "key is sharded along its head size"),
+        ((P("data"), P("model")), 2, "key is sharded along a batch axis"),
+        ((P(None, None, ("data", "model")), P()), 3, "key and value have 3 heads"),
+    ],
+)
+def test_explicit_shardings_that_attention_cannot_keep(specs, heads, message):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    q, k, _ = _operands(heads=12, kv_heads=heads)
+    mesh = _mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        q, k = (
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip((q, k), specs, strict=True)
+        )
+        with pytest.raises(ValueError, match=message):
+            jax.jit(attention)(q, k, k)
+
+
+def test_automatic_shardings_need_no_communication():
+    """Of the xla backend; batch and heads are split, forward and backward."""
+    run = _with_gradients("xla")
+    spec = NamedSharding(_mesh(AxisType.Auto), P("data", None, "model"))
+    operands = _operands()
+    split = [jax.device_put(x, spec) for x in operands]
+    compiled = jax.jit(run).lower(*split).compile()
+    between = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
+    assert not re.findall(between, compiled.as_text())
+    _assert_equal(compiled(*split), run(*operands))
