@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.core import flash2
@@ -133,13 +132,13 @@ class _Plan:
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec)
         t, s = self.size["t"], self.size["s"]
         if along == "j":
-            lo = np.arange(self.num_q, dtype=np.int32) * self.block_q
-            rows = spec.kv_blocks(
-                lo, np.minimum(lo + self.block_q, t), s, self.block_kv
-            )
+            lo = jnp.arange(self.num_q, dtype=jnp.int32) * self.block_q
+            hi = jnp.minimum(lo + self.block_q, t)
+            rows = spec.kv_blocks(lo, hi, s, self.block_kv)
         else:
-            lo = np.arange(self.num_kv, dtype=np.int32) * self.block_kv
-            rows = spec.q_blocks(lo, np.minimum(lo + self.block_kv, s), t, self.block_q)
+            lo = jnp.arange(self.num_kv, dtype=jnp.int32) * self.block_kv
+            hi = jnp.minimum(lo + self.block_kv, s)
+            rows = spec.q_blocks(lo, hi, t, self.block_q)
 
         def over_batch(x, function):
             if isinstance(x, int):

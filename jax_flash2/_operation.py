@@ -120,35 +120,51 @@ def _backward_rule(problem: Problem, operands):
 
 
 def _operation(name: str, rule, outputs):
-    """A primitive of named operands: `bind(*arrays, problem=, axes=)`."""
+    """A primitive of named operands, as a function `bind(*arrays, problem=, axes=)`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def implementation(*arrays, problem: Problem, axes: tuple[Axes, ...]):
+    def bind(*arrays, problem: Problem, axes: tuple[Axes, ...]):
+        sign = _sharding.needs_devices()
+        return primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
+
+    def implementation(*arrays, problem, axes, sign=None):
+        del sign
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
         with _backends.lowering_context(problem.backend):
             return list(rule(problem, list(map(Named, arrays, axes))))
 
-    def abstract_eval(*avals, problem: Problem, axes: tuple[Axes, ...]):
-        del problem
+    def abstract_eval(*avals, axes: tuple[Axes, ...], **_):
         structs = outputs(list(map(Named, avals, axes)))
         return [_sharding.like(avals[0], x.shape, x.dtype) for x in structs]
 
-    def batching_rule(arrays, dims, *, problem: Problem, axes: tuple[Axes, ...]):
+    def batching_rule(arrays, dims, *, axes: tuple[Axes, ...], **params):
         used = {a for operand_axes in axes for a in operand_axes}
         name = next(f"v{i}" for i in range(len(used) + 1) if f"v{i}" not in used)
         axes = tuple(
             a if dim is None else (*a[:dim], name, *a[dim:])
             for a, dim in zip(axes, dims, strict=True)
         )
-        results = primitive.bind(*arrays, problem=problem, axes=axes)
+        results = primitive.bind(*arrays, axes=axes, **params)
         structs = outputs(list(map(Named, arrays, axes)))
         return results, [x.axes.index(name) for x in structs]
 
     primitive.def_impl(implementation)
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batching_rule
-    lower = mlir.lower_fun(implementation, multiple_results=True)
+
+    def divided(*arrays, problem, axes, sign):
+        del sign
+        operands = list(map(Named, arrays, axes))
+        call = _sharding.partitioned(
+            lambda *arrays: implementation(*arrays, problem=problem, axes=axes),
+            lambda *arrays: bind(*arrays, problem=problem, axes=axes),
+            operands,
+            outputs(operands),
+        )
+        return call(*arrays)
+
+    lower = mlir.lower_fun(divided, multiple_results=True)
 
     def lowering(context, *operands, problem: Problem, **params):
         context = context.replace(
@@ -159,16 +175,16 @@ def _operation(name: str, rule, outputs):
             return lower(context, *operands, problem=problem, **params)
 
     mlir.register_lowering(primitive, lowering)
-    return primitive
+    return bind
 
 
-_forward_p = _operation("flash2_forward", _forward_rule, forward_outputs)
-_backward_p = _operation("flash2_backward", _backward_rule, _backward_outputs)
+_forward = _operation("flash2_forward", _forward_rule, forward_outputs)
+_backward = _operation("flash2_backward", _backward_rule, _backward_outputs)
 
 
 def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     """Output (axes of query, head size that of value) and lse (rows last)."""
-    return tuple(_forward_p.bind(*arrays, problem=problem, axes=problem.axes))
+    return tuple(_forward(*arrays, problem=problem, axes=problem.axes))
 
 
 def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
@@ -176,5 +192,5 @@ def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...
     operands = list(map(Named, arrays, problem.axes))
     o_axes, lse_axes = (x.axes for x in forward_outputs(operands))
     axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)
-    bind = functools.partial(_backward_p.bind, problem=problem, axes=axes)
+    bind = functools.partial(_backward, problem=problem, axes=axes)
     return tuple(bind(*arrays, o, lse, do, dlse))

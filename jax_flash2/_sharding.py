@@ -1,21 +1,34 @@
-"""Attention on several devices: inside `shard_map`, and on explicitly sharded arrays.
+"""Attention on several devices: inside `shard_map`, on explicit and automatic meshes.
 
 Batch entries and heads are independent, so each device attends to its own. Inside
-`shard_map` the operation sees local arrays like any other; arrays whose type carries a
-sharding (explicit meshes) enter a `shard_map` of their own.
+`shard_map` the operation sees local arrays like any others. Arrays whose type carries a
+sharding (explicit meshes) enter a `shard_map` of their own. Where `jax.jit` divides a
+program by itself (automatic meshes), XLA's partitioner is told how to divide it: left
+alone it could not divide kernels, and would gather some operands of the xla backend.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.core.axes import Axes, Named, sizes
+from pallas_kernels.core.axes import NOT_BATCH, Axes, Named, sizes
 
 _EMPTY = AbstractMesh((), ())
+_SCALAR = [Named(np.zeros(()), ())]
 
 
 def like(aval, shape, dtype):
@@ -35,23 +48,72 @@ def one_device():
     return jax.sharding.use_abstract_mesh(_EMPTY)
 
 
-def varying_alike(arrays: tuple) -> tuple:
-    """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Which mesh axes divide each named axis of a call.
 
-    The transpose sums the gradient of what was shared.
+    Attributes:
+      mesh: of the devices.
+      along: for names of batch and query heads, the mesh axes, outermost first.
+      size: of every name, on all devices together.
     """
-    along = [_varying(x) for x in arrays]
-    everything = frozenset().union(*along)
-    return tuple(
-        jax.lax.pcast(x, tuple(everything - axes), to="varying")
-        if axes != everything
-        else x
-        for x, axes in zip(arrays, along, strict=True)
-    )
+
+    mesh: Mesh | AbstractMesh
+    along: dict[str, tuple[str, ...]]
+    size: dict[str, int]
+
+    def parts(self, name: str) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.along.get(name, ()))
+
+    @property
+    def divides_kv_heads(self) -> bool:
+        """Whether key/value heads are divided like query heads, or whole everywhere."""
+        return self.size.get("k", 1) % self.parts("n") == 0
+
+    def mesh_axes(self, axes: Axes) -> list[tuple[str, ...]]:
+        """For each axis of an array, the mesh axes that divide it."""
+        kv_heads = self.along.get("n", ()) if self.divides_kv_heads else ()
+        along = {**self.along, "k": kv_heads, None: ()}
+        return [along.get(name, ()) for name in axes]
+
+    def sharding(self, axes: Axes) -> NamedSharding:
+        spec = PartitionSpec(*(a or None for a in self.mesh_axes(axes)))
+        return NamedSharding(self.mesh, spec)
+
+    def own_heads(self) -> jax.Array | None:
+        """On a device: which key/value heads its query heads read (None: all it has).
+
+        As many as its query heads have distinct runs of a common length within groups:
+        one where its heads are within one group.
+        """
+        if self.divides_kv_heads or self.size["k"] == 1:
+            return None
+        group = self.size["n"] // self.size["k"]
+        query_heads = self.size["n"] // self.parts("n")
+        run = math.gcd(query_heads, group)
+        first = jax.lax.axis_index(self.along["n"]) * query_heads
+        return (first + run * jnp.arange(query_heads // run)) // group
+
+    def take_heads(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """On a device: key/value heads of `x` that its query heads read."""
+        heads = self.own_heads() if "k" in axes else None
+        return x if heads is None else jnp.take(x, heads, axis=axes.index("k"))
+
+    def total(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """On a device: the sum over devices of a result that several share."""
+        heads = self.own_heads() if "k" in axes else None
+        if heads is not None:
+            i = axes.index("k")
+            shape = (*x.shape[:i], self.size["k"], *x.shape[i + 1 :])
+            at = (*[slice(None)] * i, heads)
+            x = jnp.zeros(shape, x.dtype).at[at].add(x)
+        divided = {a for mesh_axes in self.mesh_axes(axes) for a in mesh_axes}
+        everything = (a for mesh_axes in self.along.values() for a in mesh_axes)
+        shared = tuple(a for a in everything if a not in divided)
+        return jax.lax.psum(x, shared) if shared else x
 
 
-def _varying(x) -> frozenset:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+# Explicit meshes.
 
 
 def on_each_device(
@@ -62,38 +124,53 @@ def on_each_device(
     Args:
       function: of the arrays of `operands`; its results have the axes of `outputs`.
       operands: query, key, value and others.
-      outputs: the axes of each result.
+      outputs: the axes of each result, all with every name that may be divided.
 
     Raises:
-      ValueError: if an operand is sharded along rows or head sizes, if operands are
-        sharded differently along the same axis, or if key/value heads do not divide.
+      ValueError: if an operand is sharded along rows or head sizes, or if operands are
+        sharded differently along the same axis.
     """
     arrays = tuple(x.value for x in operands)
-    along = _mesh_axes(operands)
+    along = _explicit_mesh_axes(operands)
     if not along:
-        return function(varying_alike(arrays))
-
-    def spec(axes: Axes) -> PartitionSpec:
-        return PartitionSpec(*(along.get(name) for name in axes))
-
-    mesh = _mesh(arrays)
-    in_specs = tuple(spec(x.axes) for x in operands)
-    arrays = tuple(
-        jax.reshard(x, NamedSharding(mesh, p))
-        for x, p in zip(arrays, in_specs, strict=True)
-    )
+        return function(_varying_alike(arrays))
+    division = Division(_mesh(arrays), along, sizes(operands))
+    mesh = division.mesh
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Explicit
     }
+    shardings = [division.sharding(x.axes) for x in operands]
+    arrays = tuple(map(jax.reshard, arrays, shardings))
+
+    def part(*arrays):
+        arrays = map(division.take_heads, _varying_alike(arrays), axes)
+        return function(tuple(arrays))
+
+    axes = [x.axes for x in operands]
     return jax.shard_map(
-        lambda *parts: function(varying_alike(parts)),
+        part,
         mesh=mesh,
-        in_specs=in_specs,
-        out_specs=tuple(map(spec, outputs)),
+        in_specs=tuple(x.spec for x in shardings),
+        out_specs=tuple(division.sharding(x).spec for x in outputs),
         axis_names=explicit,
     )(*arrays)
+
+
+def _varying_alike(arrays: tuple) -> tuple:
+    """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
+
+    The transpose sums the gradient of what was shared.
+    """
+    along = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in arrays]
+    everything = frozenset().union(*along)
+    return tuple(
+        jax.lax.pcast(x, tuple(everything - axes), to="varying")
+        if axes != everything
+        else x
+        for x, axes in zip(arrays, along, strict=True)
+    )
 
 
 def _mesh(arrays):
@@ -104,39 +181,138 @@ def _mesh(arrays):
     return next(m for x in arrays if not (m := x.sharding.mesh).empty)
 
 
-def _mesh_axes(operands: Sequence[Named]) -> dict:
+def _explicit_mesh_axes(operands: Sequence[Named]) -> dict[str, tuple[str, ...]]:
     """For each name, the mesh axes that explicit types say it is divided along."""
-    found: dict = {}
-    shards: dict[str, int] = {}
+    found: dict[str, tuple[str, ...]] = {}
     arguments = ("query", "key", "value")
     for i, x in enumerate(operands):
         argument = arguments[i] if i < len(arguments) else "an argument"
-        sharding = jax.typeof(x.value).sharding
-        for name, axes in zip(x.axes, sharding.spec, strict=True):
+        spec = jax.typeof(x.value).sharding.spec
+        for name, axes in zip(x.axes, spec, strict=True):
             if axes is None or name is None:
                 continue
-            where = "heads" if name in ("n", "k") else "a batch axis"
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
             if name in ("t", "s", "h", "d"):
                 kind = "rows" if name in ("t", "s") else "head size"
                 raise ValueError(
-                    f"{argument} is sharded along its {kind} (mesh axes {axes!r}): every "
+                    f"{argument} is sharded along its {kind} (mesh axes {axes}): every "
                     "device needs them whole; see jax.reshard"
                 )
             name = "n" if name == "k" else name
             if found.setdefault(name, axes) != axes:
+                where = "heads" if name == "n" else "a batch axis"
                 raise ValueError(
-                    f"{argument} is sharded along {where} by mesh axes {axes!r}, "
-                    f"another argument by {found[name]!r}"
+                    f"{argument} is sharded along {where} by mesh axes {axes}, another "
+                    f"argument by {found[name]}"
                 )
-            names = (axes,) if isinstance(axes, str) else axes
-            shards[name] = math.prod(sharding.mesh.shape[a] for a in names)
-    if "n" in found:
-        kv_heads = sizes(operands)["k"]
-        if kv_heads % shards["n"] == 0:
-            found["k"] = found["n"]
-        elif kv_heads > 1:
-            raise ValueError(
-                f"key and value have {kv_heads} heads, which do not divide among the "
-                f"{shards['n']} parts of the query's heads (mesh axes {found['n']!r})"
-            )
     return found
+
+
+# Automatic meshes.
+
+
+@functools.lru_cache
+def needs_devices():
+    """A parameter for primitives that lower to `partitioned`.
+
+    `jax.jit` tells the devices to lowering rules of programs in which it finds
+    `custom_partitioning`, and it looks into parameters.
+    """
+    identity = partitioned(lambda x: x, lambda x: x, _SCALAR, _SCALAR)
+    return jax.make_jaxpr(identity)(0.0)
+
+
+def partitioned(
+    function: Callable, part: Callable, operands: Sequence[Named], outputs: Sequence
+) -> Callable:
+    """`function(*arrays)`, divided among devices as XLA's partitioner finds best.
+
+    Args:
+      function: of the arrays of `operands`, for all of them on one device.
+      part: the same, for one device's part.
+      operands: with the shape and the axes of each operand.
+      outputs: with the shape and the axes of each result. The first has every name
+        that may be divided.
+    """
+    operand_axes = [x.axes for x in operands]
+    output_axes = [x.axes for x in outputs]
+    size = sizes([*operands, *outputs])
+
+    def partition(mesh, arguments, results):
+        del arguments
+        mesh, along = _automatic_mesh_axes(mesh, outputs[0], results[0].sharding)
+        division = Division(mesh, along, size)
+
+        def on_one(*arrays):
+            results = part(*map(division.take_heads, arrays, operand_axes))
+            return list(map(division.total, results, output_axes))
+
+        argument_shardings = tuple(map(division.sharding, operand_axes))
+        result_shardings = list(map(division.sharding, output_axes))
+        return mesh, on_one, result_shardings, argument_shardings
+
+    call = custom_partitioning(function)
+    call.def_partition(
+        partition,
+        sharding_rule=_sharding_rule(operand_axes, output_axes, size),
+        decode_shardings=False,
+    )
+    return call
+
+
+def _sharding_rule(operands, outputs, size) -> SdyShardingRule:
+    """Batch and heads may be divided; rows and head sizes are gathered."""
+    unnamed = iter(range(sum(map(len, [*operands, *outputs]))))
+
+    def factor(name: str | None) -> str:
+        if name is None:
+            return f"broadcast_{next(unnamed)}"
+        return "n" if name == "k" and size["k"] == size["n"] else name
+
+    def mappings(arrays):
+        return tuple(ArrayMapping(*map(factor, axes)) for axes in arrays)
+
+    names = dict.fromkeys(name for axes in (*operands, *outputs) for name in axes)
+    whole = tuple(a for a in names if a in NOT_BATCH and a not in ("n", "k"))
+    return SdyShardingRule(
+        mappings(operands), mappings(outputs), need_replication_factors=whole
+    )
+
+
+def _automatic_mesh_axes(mesh: Mesh, array: Named, sharding):
+    """A mesh of the same devices in the same order, and its axes for each name.
+
+    Every axis of the mesh is split into its prime factors, for the partitioner may
+    divide an array along a part of a mesh axis.
+    """
+    index_of_device = sharding.devices_indices_map(array.shape)
+    devices = np.array(list(index_of_device))
+    shape = mesh.devices.shape if not mesh.empty else devices.shape
+    shape = tuple(p for n in shape for p in _prime_factors(n))
+    names = tuple(f"axis{i}" for i in range(len(shape)))
+    along = {}
+    for i, name in enumerate(array.axes):
+        if name is None or (name in NOT_BATCH and name != "n"):
+            continue
+        starts = [index[i].start or 0 for index in index_of_device.values()]
+        steps = _steps(np.reshape(starts, shape))
+        if array.shape[i] % math.prod(shape[j] for j in steps) == 0:
+            along[name] = tuple(names[j] for j in steps)
+    return Mesh(devices.reshape(shape), names), along
+
+
+def _steps(starts: np.ndarray) -> list[int]:
+    """The axes along which numbers rise, steepest first; none if along others too."""
+    units = np.eye(starts.ndim, dtype=int)
+    steps = [int(starts[tuple(unit)]) for unit in units]
+    if not np.array_equal(starts, np.tensordot(steps, np.indices(starts.shape), 1)):
+        return []
+    return sorted((j for j, step in enumerate(steps) if step), key=lambda j: -steps[j])
+
+
+@functools.lru_cache
+def _prime_factors(n: int) -> tuple[int, ...]:
+    for p in range(2, n + 1):
+        if n % p == 0:
+            return (p, *_prime_factors(n // p))
+    return ()

@@ -15,6 +15,8 @@ from tests.cases import BACKENDS
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
 T = 40
+# Query and key/value heads; on two devices: as many, divided, whole, in part.
+GROUPS = [(4, 4), (4, 2), (4, 1), (6, 3)]
 
 
 def _mesh(kind: AxisType):
@@ -54,6 +56,17 @@ def _with_gradients(backend, **arguments):
     return run
 
 
+def _split(operands, mesh):
+    """Batch and heads among devices; key/value heads whole if they do not divide."""
+    kv_heads = operands[1].shape[2]
+    model = "model" if kv_heads % mesh.shape["model"] == 0 else None
+    specs = (P("data", None, "model"), *[P("data", None, model)] * 2)
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+
+
 def _assert_equal(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
@@ -90,19 +103,14 @@ def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_explicit_shardings_stay_where_they_are(backend, kv_heads):
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
+def test_explicit_shardings_stay_where_they_are(backend, heads, kv_heads):
     run = _with_gradients(backend)
-    operands = _operands(kv_heads=kv_heads)
+    operands = _operands(heads, kv_heads)
     expected = run(*operands)
     mesh = _mesh(AxisType.Explicit)
-    spec = P("data", None, "model")
-    whole = P("data") if kv_heads == 1 else spec
     with jax.set_mesh(mesh):
-        split = [
-            jax.device_put(x, NamedSharding(mesh, s))
-            for x, s in zip(operands, (spec, whole, whole), strict=True)
-        ]
+        split = _split(operands, mesh)
         actual = jax.jit(run)(*split)
         assert jax.typeof(actual[0]).sharding.spec == P("data", None, "model", None)
         assert jax.typeof(actual[1]).sharding.spec == P("data", None, "model")
@@ -122,18 +130,15 @@ def test_explicit_shardings_with_every_feature():
 
 
 @pytest.mark.parametrize(
-    ("specs", "heads", "message"),
+    ("specs", "message"),
     [
-        ((P(None, "data"), P()), 2, r"query is sharded along its rows .*'data'"),
-        ((P(), P(None, None, None, "data")), 2, "key is sharded along its head size"),
-        ((P("data"), P("model")), 2, "key is sharded along a batch axis"),
-        ((P(None, None, ("data", "model")), P()), 3, "key and value have 3 heads"),
+        ((P(None, "model"), P()), r"query is sharded along its rows .*'model'"),
+        ((P(), P(None, None, None, "model")), "key is sharded along its head size"),
+        ((P("data"), P("model")), "key is sharded along a batch axis"),
     ],
 )
-def test_explicit_shardings_that_attention_cannot_keep(specs, heads, message):
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    q, k, _ = _operands(heads=12, kv_heads=heads)
+def test_explicit_shardings_that_attention_cannot_keep(specs, message):
+    q, k, _ = _operands()
     mesh = _mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         q, k = (
@@ -144,13 +149,55 @@ def test_explicit_shardings_that_attention_cannot_keep(specs, heads, message):
             jax.jit(attention)(q, k, k)
 
 
-def test_automatic_shardings_need_no_communication():
-    """Of the xla backend; batch and heads are split, forward and backward."""
-    run = _with_gradients("xla")
-    spec = NamedSharding(_mesh(AxisType.Auto), P("data", None, "model"))
-    operands = _operands()
-    split = [jax.device_put(x, spec) for x in operands]
+def _collectives(compiled) -> set[str]:
+    names = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
+    return set(re.findall(names, compiled.as_text()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
+def test_automatic_shardings_stay_where_they_are(backend, heads, kv_heads):
+    """Only gradients of what several devices share are communicated."""
+    run = _with_gradients(backend)
+    operands = _operands(heads, kv_heads)
+    split = _split(operands, _mesh(AxisType.Auto))
+    forward = jax.jit(lambda *x: attention(*x, **BACKENDS[backend])).lower(*split)
     compiled = jax.jit(run).lower(*split).compile()
-    between = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
-    assert not re.findall(between, compiled.as_text())
+    whole = "model" not in split[1].sharding.spec
+    assert _collectives(forward.compile()) == set()
+    assert _collectives(compiled) == ({"all-reduce"} if whole else set())
     _assert_equal(compiled(*split), run(*operands))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_automatic_shardings_with_every_feature(backend):
+    """Gradients of what is broadcast over divided axes are sums over devices."""
+    mesh = _mesh(AxisType.Auto)
+    arguments = _arguments()
+    operands = (*_operands(), arguments.pop("bias"), arguments.pop("alibi_slopes"))
+
+    def call(q, k, v, bias, slopes):
+        options = {**arguments, **BACKENDS[backend]}
+        return attention(q, k, v, bias=bias, alibi_slopes=slopes, **options)
+
+    def run(*operands):
+        out, vjp = jax.vjp(call, *operands)
+        return out, *vjp(jnp.cos(out))
+
+    specs = (*[P("data", None, "model")] * 3, P(None, "model"), P("model"))
+    split = [
+        jax.device_put(x, NamedSharding(mesh, s))
+        for x, s in zip(operands, specs, strict=True)
+    ]
+    compiled = jax.jit(run).lower(*split).compile()
+    assert _collectives(compiled) <= {"all-reduce"}
+    _assert_equal(compiled(*split), run(*operands))
+
+
+def test_automatic_shardings_along_rows_are_gathered():
+    mesh = _mesh(AxisType.Auto)
+    operands = _operands()
+    rows = NamedSharding(mesh, P(None, ("data", "model")))
+    split = [jax.device_put(x, rows) for x in operands]
+    run = _with_gradients("triton")
+    _assert_equal(jax.jit(run)(*split), run(*operands))
