@@ -48,7 +48,7 @@ def files() -> tuple[flags.FlagHolder, flags.FlagHolder]:
     )
 
 
-def _names(name: str, default: list[str], known: Collection[str], help: str):
+def names(name: str, default: list[str], known: Collection[str], help: str):
     """A list of names, each of which must be known."""
     holder = flags.DEFINE_list(name, default, f"{help}, of: {', '.join(known)}.")
     flags.register_validator(
@@ -60,16 +60,16 @@ def _names(name: str, default: list[str], known: Collection[str], help: str):
 
 
 def peers(default: list[str]) -> flags.FlagHolder:
-    return _names("peers", default, PEERS, "Who takes part")
+    return names("peers", default, PEERS, "Who takes part")
 
 
 def jax_peers(default: list[str]) -> flags.FlagHolder:
     known = [name for name, peer in PEERS.items() if isinstance(peer, JaxPeer)]
-    return _names("peers", default, known, "Who takes part")
+    return names("peers", default, known, "Who takes part")
 
 
 def passes(default: list[str]) -> flags.FlagHolder:
-    return _names("passes", default, PASSES, "What is timed")
+    return names("passes", default, PASSES, "What is timed")
 
 
 def repeats(default: int) -> flags.FlagHolder:

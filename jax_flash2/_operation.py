@@ -125,7 +125,7 @@ def _operation(name: str, rule, outputs):
     primitive.multiple_results = True
 
     def bind(*arrays, problem: Problem, axes: tuple[Axes, ...]):
-        sign = _sharding.needs_devices()
+        sign = _sharding.needs_devices() if _sharding.divisible() else None
         return primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
 
     def implementation(*arrays, problem, axes, sign=None):
@@ -154,7 +154,8 @@ def _operation(name: str, rule, outputs):
     batching.primitive_batchers[primitive] = batching_rule
 
     def divided(*arrays, problem, axes, sign):
-        del sign
+        if sign is None:
+            return implementation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
         call = _sharding.partitioned(
             lambda *arrays: implementation(*arrays, problem=problem, axes=axes),

@@ -27,7 +27,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_kernels.core.axes import NOT_BATCH, Axes, Named, sizes
 
-_EMPTY = AbstractMesh((), ())
 _SCALAR = [Named(np.zeros(()), ())]
 
 
@@ -45,7 +44,8 @@ def local(aval):
 
 def one_device():
     """The context in which one device's part is traced."""
-    return jax.sharding.use_abstract_mesh(_EMPTY)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +209,17 @@ def _explicit_mesh_axes(operands: Sequence[Named]) -> dict[str, tuple[str, ...]]
 
 
 # Automatic meshes.
+
+
+def divisible() -> bool:
+    """Whether XLA may divide what is traced: not inside `shard_map`, not on one device.
+
+    What it may divide cannot be lowered for devices that are only described
+    (`AbstractMesh`), for its partitioner calls back.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return mesh.empty or not (mesh.size == 1 or manual)
 
 
 @functools.lru_cache

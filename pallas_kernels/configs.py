@@ -2,13 +2,16 @@
 
 A block that spills registers runs 3 to 8 times slower, and one that needs more shared
 memory than the GPU has does not run at all: so blocks follow from the head size, the
-width of the dtype and the GPU's shared memory, unless the caller passes a `Config`.
+width of the dtype and what is unusual about a call by a table made on a GPU, and from
+its shared memory, unless the caller passes a `Config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import json
+from pathlib import Path
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -62,7 +65,8 @@ class Config:
 
     Attributes:
       forward: blocks of the forward kernel.
-      dkv: blocks of the kernels for the gradients of key and value.
+      dkv: blocks of the kernel for the gradients of key and value.
+      dk, dv: of the kernels for one of them each, that heads above 128 take.
       dq: blocks of the kernel for the gradient of query.
       operand: blocks of the kernel for the gradient of a bias or of ALiBi's slopes.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
@@ -75,72 +79,50 @@ class Config:
 
     forward: Blocks | None = None
     dkv: Blocks | None = None
+    dk: Blocks | None = None
+    dv: Blocks | None = None
     dq: Blocks | None = None
     operand: Blocks | None = None
     interpret: bool = False
 
 
-# Per kernel, for padded head sizes up to the key: candidates from the fastest on; the
-# first that fits the GPU's shared memory is taken. (block_q, block_kv, warps, stages)
-# Chosen on one H200, bfloat16, from 5 to 9 each (BUILD_NOTES.md has shapes and dates);
-# those of operand for 512 have not been timed.
-_CANDIDATES = {
+# What is taken where the tuned blocks (`table`) do not fit, by kernel and padded head
+# sizes up to the key: from the largest on. (block_q, block_kv, warps, stages)
+_SMALLER = {
     "forward": {
-        64: [(64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
-        128: [
-            (128, 64, 4, 2),
-            (64, 64, 4, 2),
-            (32, 32, 4, 2),
-            (16, 16, 4, 1),
-        ],
-        256: [
-            (128, 64, 8, 2),
-            (64, 32, 8, 2),
-            (32, 32, 4, 1),
-            (16, 16, 4, 1),
-        ],
-        512: [(64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
+        64: [(64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
+        128: [(64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
+        256: [(64, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
     },
     "dkv": {
-        64: [(64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        64: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
     },
     "dk": {
-        256: [(32, 128, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
+        256: [(32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "dv": {
-        256: [(64, 128, 8, 2), (32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
+        256: [(32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "dq": {
-        64: [(128, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [
-            (128, 64, 8, 3),
-            (64, 64, 4, 2),
-            (64, 32, 4, 2),
-            (32, 32, 4, 1),
-            (16, 16, 4, 1),
-        ],
-        256: [
-            (128, 64, 8, 1),
-            (128, 32, 8, 2),
-            (64, 32, 8, 1),
-            (32, 16, 4, 1),
-            (16, 16, 4, 1),
-        ],
-        512: [(32, 32, 4, 2), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
+        64: [(64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(128, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
     },
     "operand": {
-        64: [(64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [(64, 128, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)],
+        64: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        128: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
+        512: [(32, 32, 8, 1), (16, 16, 8, 1)],
     },
 }
 
-
-KERNELS = tuple(_CANDIDATES)
+KERNELS = tuple(_SMALLER)
+HEADS = (64, 128, 256, 512)
 
 
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
@@ -156,36 +138,36 @@ def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
 # products are made of three pieces in bfloat16 (`triton.support.product_precision`).
 SPLIT_ITEMSIZE = 5.5
 
-# Better ones, by what is unusual about a call: a dtype whose elements take more
-# registers (its bytes), few keys for a query ("short"), arithmetic for each pair
-# ("heavy": ALiBi, dropout), a "bias" for each. As above; float32 with B 4, T 4096.
-_BETTER: dict[Any, dict[tuple[str, int], list[tuple[int, int, int, int]]]] = {
-    "short": {("forward", 128): [(64, 64, 4, 3)], ("dq", 128): [(64, 64, 4, 2)]},
-    "heavy": {("forward", 128): [(128, 128, 8, 3)]},
-    "bias": {("forward", 128): [(128, 64, 8, 3)]},
-    4: {
-        ("forward", 64): [(64, 64, 4, 2)],
-        ("forward", 128): [(128, 64, 8, 2)],
-        ("dkv", 64): [(64, 64, 4, 2)],
-        ("forward", 256): [(128, 32, 8, 1)],
-        ("dkv", 128): [(64, 32, 8, 2)],
-        ("dk", 256): [(32, 32, 4, 1)],
-        ("dv", 256): [(32, 32, 4, 1)],
-        ("dq", 128): [(128, 32, 8, 2)],
-        ("dq", 256): [(32, 32, 8, 1)],
-    },
-    SPLIT_ITEMSIZE: {
-        ("forward", 64): [(64, 64, 4, 1), (64, 32, 4, 2)],
-        ("forward", 128): [(64, 64, 4, 1), (64, 32, 4, 2)],
-        ("forward", 256): [(32, 32, 4, 1)],
-        ("dkv", 64): [(64, 64, 4, 2), (32, 64, 4, 2)],
-        ("dkv", 128): [(16, 64, 4, 1), (32, 32, 4, 1)],
-        ("dk", 256): [(32, 32, 4, 1), (16, 16, 4, 1)],
-        ("dv", 256): [(32, 32, 4, 1), (16, 16, 4, 1)],
-        ("dq", 64): [(64, 64, 4, 2), (64, 32, 4, 2)],
-        ("dq", 128): [(128, 32, 8, 1), (64, 32, 4, 1)],
-        ("dq", 256): [(64, 16, 4, 1)],
-    },
+TUNING = Path(__file__).parent / "tuning"
+# The table of a GPU that has none of its own: what fits its shared memory is used.
+_DEFAULT_GPU = "NVIDIA H200"
+
+
+def table_path(gpu: str) -> Path:
+    return TUNING / f"{gpu.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table(gpu: str | None) -> dict:
+    """The fastest blocks found on a GPU: by kernel, padded head size and regime.
+
+    Made by `python -m benchmarks.tune`. A regime is what tells calls apart whose best
+    blocks differ (`regime`); one that a kernel lacks is as "plain" is.
+    """
+    path = table_path(gpu or _DEFAULT_GPU)
+    path = path if path.exists() else table_path(_DEFAULT_GPU)
+    return json.loads(path.read_text())["blocks"]
+
+
+REGIMES = {
+    "plain": "none of the others",
+    "single": "at most one program of 128 query rows to a multiprocessor",
+    "few": "at most eight of them",
+    "short": "few keys to a query: a window, packed documents",
+    "heavy": "arithmetic for every pair: ALiBi, dropout",
+    "bias": "bytes for every pair: a bias",
+    "float32": "elements of four bytes",
+    "float32 highest": "their products split in bfloat16",
 }
 
 
@@ -225,15 +207,20 @@ def shared_memory(
 
 
 def _candidates(
-    kernel: str, heads: tuple[int, int], itemsize: float, kind: str | None = None
+    kernel: str,
+    heads: tuple[int, int],
+    itemsize: float,
+    kind: str = "plain",
+    gpu: str | None = None,
 ) -> list[Blocks]:
-    size = next(s for s in _CANDIDATES[kernel] if max(heads) <= s)
-    better = _BETTER.get(kind if itemsize == 2 else itemsize, {})
-    candidates = _CANDIDATES[kernel][size]
-    # Half the elements fit where the first candidate was chosen for half types.
-    candidates = candidates if itemsize == 2 else candidates[1:]
-    candidates = better.get((kernel, size), []) + candidates
-    return [Blocks(*c) for c in candidates]
+    """From the fastest on; the last needs least."""
+    size = next(size for size in HEADS if max(heads) <= size)
+    tuned = table(gpu)[kernel][str(size)]
+    kind = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, kind)
+    # What was chosen for elements of two bytes is too large for others.
+    names = [kind, "plain"] if itemsize == 2 else [kind]
+    best = [tuned[name] for name in names if name in tuned]
+    return [Blocks(*blocks) for blocks in (*best, *_SMALLER[kernel][size])]
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float) -> int:
@@ -251,7 +238,8 @@ def choose(
     itemsize: float,
     limit: int,
     pair_bytes: int = 0,
-    kind: str | None = None,
+    kind: str = "plain",
+    gpu: str | None = None,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -263,14 +251,13 @@ def choose(
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
       limit: shared memory of the GPU in bytes, at least `smallest`.
       pair_bytes: bytes of bias and mask for each pair of query and key.
-      kind: "short" where a query has few keys, "heavy" where a pair takes arithmetic
-        of its own, "bias" where it has bytes of its own, or None.
+      kind: the regime of a call with elements of two bytes, one of `REGIMES`.
+      gpu: kind of the device, for its table.
     """
-    field = "dkv" if kernel in ("dk", "dv") else kernel
-    chosen = getattr(config, field, None)
+    chosen = getattr(config, kernel, None)
     if chosen is not None:
         return chosen
-    candidates = _candidates(kernel, heads, itemsize, kind)
+    candidates = _candidates(kernel, heads, itemsize, kind, gpu)
     fits = (
         blocks
         for blocks in candidates

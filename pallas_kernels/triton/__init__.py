@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -62,15 +63,19 @@ def unsupported(
     return None
 
 
-def _kind(spec: AttentionSpec, kv_size: int, pair_bytes: int) -> str | None:
-    """What is unusual about a call (`configs.choose`)."""
+def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) -> str:
+    """What is unusual about a call (`configs.REGIMES`)."""
     if pair_bytes > 1:
         return "bias"
     if spec.score.positional or spec.dropout is not None:
         return "heavy"
     # Packed documents are mostly short beside a row of them.
     packed = any(isinstance(atom, SegmentIds) for atom in spec.masks)
-    return "short" if packed or 4 * spec.most_keys(kv_size) <= kv_size else None
+    if packed or 4 * spec.most_keys(size["s"]) <= size["s"]:
+        return "short"
+    rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
+    programs = rows * -(-size["t"] // 128) / support.multiprocessors()
+    return "plain" if programs > 8 else "few" if programs > 1 else "single"
 
 
 def _padded_heads(operands) -> tuple[int, int]:
@@ -97,8 +102,9 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         heads=heads,
         itemsize=itemsize,
         limit=limit,
-        kind=_kind(spec, size["s"], pair_bytes),
+        kind=_kind(size, operands, spec, pair_bytes),
         pair_bytes=pair_bytes,
+        gpu=support.device_kind(),
     )
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 

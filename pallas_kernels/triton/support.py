@@ -56,16 +56,34 @@ def platform() -> str:
     return "rocm" if "rocm" in version.lower() else "cuda"
 
 
+def device_kind() -> str | None:
+    """The name of the GPU; None where there is none to ask."""
+    device = abstract_device()
+    if device is not None and device.device_kind:
+        return device.device_kind
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
+def _here():
+    """The GPU of this machine, if that is the one meant."""
+    if jax.default_backend() != "gpu":
+        return None
+    here = jax.devices()[0]
+    return here if here.device_kind == device_kind() else None
+
+
 def capability() -> int:
     """Compute capability of the GPU, times ten; 90 where there is none to ask."""
-    device = abstract_device()
-    kind = None if device is None else device.device_kind
-    if jax.default_backend() == "gpu":
-        here = jax.devices()[0]
-        if kind in (None, here.device_kind):
-            return round(float(here.compute_capability) * 10)
-    words = (kind or "").replace("-", " ").split()
+    here = _here()
+    if here is not None:
+        return round(float(here.compute_capability) * 10)
+    words = (device_kind() or "").replace("-", " ").split()
     return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
+
+
+def multiprocessors() -> int:
+    """Of the GPU; those of an H200 where there is none to ask."""
+    return getattr(_here(), "core_count", 132)
 
 
 def shared_memory_limit() -> int:

@@ -1,0 +1,310 @@
+"""Finds the fastest blocks of every kernel on this GPU.
+
+    python -m benchmarks.tune
+
+Times blocks that fit the GPU, kernel by kernel, for each head size and regime
+(`pallas_kernels.configs.REGIMES`), each on a few shapes side by side. Every timing goes
+to `tune.jsonl`; the blocks with the smallest geometric mean go into the GPU's table in
+`pallas_kernels/tuning`, which the library reads. A table is only as good as the shapes
+below; a GPU without one takes the H200's, where it fits.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import jax_flash2
+from benchmarks import harness, options, programs, records
+from benchmarks.harness import Program, Shape
+from pallas_kernels import configs
+from pallas_kernels.configs import Blocks, Config
+from pallas_kernels.triton import support
+
+_HEAD_SIZES = options.integers("head_sizes", "64,128,256,512", "Head sizes, H.")
+_REGIMES = options.names("regimes", list(configs.REGIMES), configs.REGIMES, "Which")
+_REPEATS = options.repeats(3)
+_BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin nothing after this long.")
+_TABLES_DIR = flags.DEFINE_string("tables_dir", str(configs.TUNING), "Of the table.")
+_RESULTS_DIR, _COMMIT = options.files()
+
+_TOKENS, _HIDDEN = 16384, 2048
+# New blocks must be this much faster than those in the table to take their place.
+_MARGIN = 0.99
+# Blocks this much slower than the fastest on the first shape are not tried on others.
+_SLOW = 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A shape, and arguments of `attention` beside `is_causal`."""
+
+    shape: Shape
+    static: dict = dataclasses.field(default_factory=dict)
+    arrays: dict = dataclasses.field(default_factory=dict)
+    operand: str | None = None
+
+
+def problems(regime: str, head_size: int) -> list[Problem]:
+    """What the blocks of a regime are chosen on."""
+    hidden_heads = _HIDDEN // head_size
+
+    def shape(length, causal=True, heads=hidden_heads, batch=None, dtype="bfloat16"):
+        batch = batch or _TOKENS // length
+        return Shape(batch, length, heads, heads, head_size, causal, dtype)
+
+    slopes = jnp.exp2(-jnp.arange(1.0, hidden_heads + 1))
+    documents = np.arange(8192) // 1024
+    rows = jnp.asarray(np.broadcast_to(documents, (2, 8192)), jnp.int32)
+    if regime == "plain":
+        return [Problem(shape(1024)), Problem(shape(8192)), Problem(shape(4096, False))]
+    if regime in ("few", "single"):
+        heads = 1 if regime == "single" else 3
+        sizes = {"heads": heads, "batch": 1}
+        return [Problem(shape(_TOKENS, causal, **sizes)) for causal in (True, False)]
+    if regime == "short":
+        return [
+            Problem(shape(8192), arrays={"query_segment_ids": rows}),
+            Problem(shape(8192), {"local_window_size": (1023, None)}),
+        ]
+    if regime == "heavy":
+        key = jax.random.PRNGKey(0)
+        return [
+            Problem(
+                shape(4096), arrays={"alibi_slopes": slopes}, operand="alibi_slopes"
+            ),
+            Problem(shape(4096), {"dropout_rate": 0.1}, {"dropout_rng": key}),
+        ]
+    if regime == "bias":
+        bias = jax.random.normal(jax.random.key(0), (1, 1, 4096, 4096), jnp.bfloat16)
+        return [Problem(shape(4096), arrays={"bias": bias}, operand="bias")]
+    precision = "highest" if regime == "float32 highest" else "default"
+    return [Problem(shape(4096, dtype="float32"), {"precision": precision})]
+
+
+def kernels(regime: str, head_size: int) -> list[str]:
+    if head_size > 256 and regime not in ("plain", "float32"):
+        return []  # as those
+    names = configs.kernels((head_size, head_size))
+    with_operand = regime in ("heavy", "bias")
+    return [name for name in names if name != "operand" or with_operand]
+
+
+def itemsize(regime: str) -> float:
+    sizes = {"float32": 4, "float32 highest": configs.SPLIT_ITEMSIZE}
+    return sizes.get(regime, 2)
+
+
+def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
+    """Blocks that fit shared memory, and registers by a rough count; the table's first.
+
+    The rows of the block that a program owns are divided among its warps, 16 each. What
+    is too small to be fast is left out.
+    """
+    heads, size = (head_size, head_size), itemsize(regime)
+    limit = support.shared_memory_limit()
+    pair_bytes = 2 if regime == "bias" else 0
+    options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
+    options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": support.device_kind()}
+    found = [configs.choose(kernel, None, kind=regime, **options)]
+    rows = (16, 32, 64, 128, 256)
+    for sizes in itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3)):
+        blocks = Blocks(*sizes)
+        own, other = blocks.block_q, blocks.block_kv
+        if kernel in ("dkv", "dk", "dv"):
+            own, other = other, own
+        accumulators = 2 if kernel == "dkv" else 0 if kernel == "operand" else 1
+        scores = 1 if kernel in ("forward", "dv") else 2
+        values = own * (accumulators * head_size + scores * other)
+        each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
+        need = configs.shared_memory(kernel, blocks, heads, size, pair_bytes)
+        half = size == 2 and head_size <= 256
+        large = 2**12 if half and head_size <= 128 else 2**10
+        if half and (own < 16 * blocks.num_warps or other < 32):
+            continue
+        if head_size <= 128 and half and blocks.num_stages == 1:
+            continue
+        if need <= limit and 64 <= each <= 200 and large <= own * other <= 2**14:
+            found.append(blocks)
+    return list(dict.fromkeys(found))
+
+
+def lowered(
+    problem: Problem, kernel: str, blocks: Blocks, arguments
+) -> jax.stages.Lowered:
+    """A pass that runs `kernel`, of the arguments that `_arguments` gives."""
+    attention = _attention(problem, kernel, Config(**{kernel: blocks}))
+    if kernel == "forward":
+        return programs.lower(attention, *arguments)
+    # The residuals are the same whatever the blocks; only the tree knows of them.
+    inputs = _inputs(problem, kernel, structs=True)
+    tree = jax.tree.structure(jax.eval_shape(_saving(attention), *inputs))
+    wanted = {"dq": [0], "dkv": [1, 2], "dk": [1], "dv": [2], "operand": [3]}[kernel]
+
+    def backward(saved, do):
+        gradients = tree.unflatten(saved)(do)
+        return [gradients[i] for i in wanted]
+
+    return programs.lower(backward, *arguments)
+
+
+def _inputs(problem: Problem, kernel: str, *, structs: bool = False) -> list:
+    make = problem.shape.structs if structs else problem.shape.operands
+    operand = [problem.arrays[problem.operand]] if kernel == "operand" else []
+    return make()[:3] + operand
+
+
+def _arguments(problem: Problem, kernel: str) -> list:
+    """Of `lowered`: the inputs, or what a forward saved and the output's gradient."""
+    inputs = _inputs(problem, kernel)
+    if kernel == "forward":
+        return inputs
+    saving = jax.jit(_saving(_attention(problem, kernel, None)))
+    return [jax.tree.leaves(saving(*inputs)), problem.shape.operands()[3]]
+
+
+def _attention(problem: Problem, kernel: str, config: Config | None):
+    def attention(q, k, v, *operand):
+        arrays = problem.arrays
+        if operand:
+            arrays = {**arrays, problem.operand: operand[0]}
+        return jax_flash2.attention(
+            *(q, k, v), is_causal=problem.shape.causal, config=config,
+            implementation="triton", **problem.static, **arrays,
+        )  # fmt: skip
+
+    return attention
+
+
+def _saving(attention):
+    return lambda *inputs: jax.vjp(attention, *inputs)[1]
+
+
+def _time(problem: Problem, kernel: str, blocks: Iterable[Blocks], rounds: int):
+    """Timings by blocks, and failures."""
+    arguments = _arguments(problem, kernel)
+    compiling, running, failures = {}, {}, {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for b in blocks:
+            compiling[b] = pool.submit(lowered(problem, kernel, b, arguments).compile)
+    for b, future in compiling.items():
+        try:
+            compiled = future.result()
+        except Exception as error:  # blocks that do not compile are a result
+            failures[b] = harness.describe(error)
+            continue
+        running[b] = Program(
+            lambda compiled=compiled: compiled(*arguments),
+            jax.block_until_ready,
+            lambda results: {},
+            memory={},
+        )
+    timings, later = harness.time_interleaved(running, rounds=rounds, min_seconds=0.005)
+    return timings, {**failures, **later}
+
+
+def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: int):
+    """Rows of all blocks of a kernel in a regime.
+
+    Of those slow on the first problem only that is known.
+    """
+    blocks = candidates(kernel, head_size, regime)
+    for problem in problems(regime, head_size):
+        if kernel == "operand" and problem.operand is None:
+            continue
+        timings, failures = _time(problem, kernel, blocks, rounds)
+        for b in blocks:
+            row = {"shape": asdict(problem.shape), "pass": kernel, "peer": regime}
+            row |= {"feature": list(dataclasses.astuple(b)), "failure": failures.get(b)}
+            row |= {"arguments": [*problem.static, *problem.arrays]}
+            row |= timings[b].row() if b in timings else {}
+            yield run.write(row)
+        seconds = {b: timings[b].row()["seconds"] for b in timings}
+        limit = _SLOW * min(seconds.values())
+        blocks = [b for b in blocks if b == blocks[0] or seconds.get(b, limit) < limit]
+
+
+def best(rows: Iterable[dict]) -> dict[tuple[str, int, str], list[int]]:
+    """The fastest blocks by (kernel, head size, regime).
+
+    The first of a regime's blocks, those of the table, stay unless others are faster by
+    a margin.
+    """
+    seconds: dict = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in rows:
+        at = row["pass"], row["shape"]["head_size"], row["peer"]
+        found = row.get("seconds", math.inf)
+        seconds[at][tuple(row["feature"])].append(found)
+
+    def mean(times):
+        return math.exp(sum(map(math.log, times)) / len(times))
+
+    chosen = {}
+    for at, timings in seconds.items():
+        most = max(map(len, timings.values()))
+        means = {b: mean(times) for b, times in timings.items() if len(times) == most}
+        now = next(iter(means))
+        fastest = min(means, key=lambda b: means[b])
+        better = means[fastest] < _MARGIN * means[now]
+        chosen[at] = list(fastest if better else now)
+    return chosen
+
+
+def write_table(path: Path, gpu: str, made: dict, chosen: dict) -> None:
+    """Puts blocks into the table of a GPU; what it has of others stays."""
+    old = json.loads((path if path.exists() else configs.table_path(gpu)).read_text())
+    blocks = old["blocks"]
+    for (kernel, head_size, regime), found in chosen.items():
+        blocks[kernel][str(head_size)][regime] = found
+    lines = []
+    for kernel, heads in blocks.items():
+        inner = (f'      "{h}": {json.dumps(regimes)}' for h, regimes in heads.items())
+        lines.append(f'    "{kernel}": {{\n' + ",\n".join(inner) + "\n    }")
+    head = json.dumps({"gpu": gpu, **made}, indent=2)[:-2]
+    path.write_text(head + ',\n  "blocks": {\n' + ",\n".join(lines) + "\n  }\n}\n")
+
+
+def main():
+    gpu = support.device_kind()
+    if gpu is None:
+        raise SystemExit("benchmarks.tune times kernels on a GPU: there is none here")
+    begun = time.monotonic()
+    run = records.Run.start("tune", _RESULTS_DIR.value, commit=_COMMIT.value)
+    wanted = [
+        (regime, kernel, head_size)
+        for regime in _REGIMES.value
+        for head_size in _HEAD_SIZES.value
+        for kernel in kernels(regime, head_size)
+    ]
+    rows: list[dict] = []
+    with options.Progress(len(wanted), "kernel") as progress:
+        for count, (regime, kernel, head_size) in enumerate(wanted):
+            if _BUDGET.value and time.monotonic() - begun > _BUDGET.value:
+                progress.say(f"time is spent: {len(wanted) - count} not begun")
+                break
+            found = list(measure(run, regime, kernel, head_size, _REPEATS.value))
+            ((at, chosen),) = best(found).items()
+            rows += found
+            tried = len({tuple(row["feature"]) for row in found})
+            progress.step(f"{at}: {chosen} of {tried}, now {found[0]['feature']}")
+    path = Path(_TABLES_DIR.value) / configs.table_path(gpu).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = {name: run.facts[name] for name in ("date", "commit", "versions")}
+    write_table(path, gpu, made, best(rows))
+    print(f"\n{run.path}\n{path}")
+
+
+if __name__ == "__main__":
+    options.launch(main)
