@@ -44,6 +44,7 @@ class Feature:
       pairs: kept by the masks, as a part of causal attention's.
       split: cuts each sequence in this many, in the batch.
       beside: name of the feature whose time this one's is compared with.
+      mapped: `jax.vmap` maps a function of one head over batch and heads.
     """
 
     static: dict = dataclasses.field(default_factory=dict)
@@ -52,6 +53,7 @@ class Feature:
     pairs: float = 1.0
     split: int = 1
     beside: str = "plain"
+    mapped: bool = False
 
 
 def features(shape: Shape) -> dict[str, Feature]:
@@ -90,6 +92,7 @@ def features(shape: Shape) -> dict[str, Feature]:
             pairs=in_window / causal,
             beside="plain, T / 4",
         ),
+        "vmap over heads": Feature(mapped=True),
         "lengths": Feature(arrays=lengths),
         "one segment": Feature(arrays={"query_segment_ids": rows(0)}),
         f"{documents} segments": Feature(
@@ -119,9 +122,13 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
     """Functions of (query, key, value, output gradient, arrays of the feature)."""
 
     def call(q, k, v, arrays):
-        return jax_flash2.attention(
-            q, k, v, is_causal=shape.causal, **feature.static, **arrays
-        )
+        def attention(q, k, v):
+            return jax_flash2.attention(
+                q, k, v, is_causal=shape.causal, **feature.static, **arrays
+            )
+
+        heads = jax.vmap(attention, 1, 1)
+        return (jax.vmap(heads) if feature.mapped else attention)(q, k, v)
 
     def forward(q, k, v, do, arrays):
         del do

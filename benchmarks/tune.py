@@ -70,10 +70,11 @@ def problems(regime: str, head_size: int) -> list[Problem]:
     rows = jnp.asarray(np.broadcast_to(documents, (2, 8192)), jnp.int32)
     if regime == "plain":
         return [Problem(shape(1024)), Problem(shape(8192)), Problem(shape(4096, False))]
-    if regime in ("few", "single"):
-        heads = 1 if regime == "single" else 3
-        sizes = {"heads": heads, "batch": 1}
-        return [Problem(shape(_TOKENS, causal, **sizes)) for causal in (True, False)]
+    if regime == "single":
+        return [Problem(shape(_TOKENS, x, heads=1, batch=1)) for x in (True, False)]
+    if regime == "few":
+        cases = [(2, True), (4, False), (8, True)]
+        return [Problem(shape(_TOKENS, x, heads=n, batch=1)) for n, x in cases]
     if regime == "short":
         return [
             Problem(shape(8192), arrays={"query_segment_ids": rows}),
