@@ -2,8 +2,8 @@
 
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
+from jax_flash2._operation import LSE_NAME, OUTPUT_NAME
 from jax_flash2._version import __version__
-from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
 from pallas_kernels.configs import Blocks, Config
 
 __all__ = [

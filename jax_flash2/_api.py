@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash2 import _arguments, _backends, _sharding, _vjp
+from jax_flash2 import _arguments, _backends, _derivatives, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
@@ -118,6 +119,10 @@ def attention(
     value before they multiply it, as in `jax.nn.dot_product_attention`. Same inputs on
     the same GPU give the same bits.
 
+    Derivatives: reverse mode everywhere. Forward mode (`jax.jvp`, `jax.linearize`,
+    `jax.hessian`: of any order, and over reverse mode) with "xla", in linear memory;
+    reverse over reverse with "reference" alone.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash2 import attention
@@ -216,7 +221,8 @@ def attention(
         config=config,
         precision=precision,
     )
-    results = [x.axes for x in forward_outputs(operands)]
+    _derivatives.check_mode(problem.backend, [x.value for x in operands])
+    results = [x.axes for x in forward_outputs(problem, operands)]
     attend = functools.partial(_vjp.attend, problem)
     out, lse = _sharding.on_each_device(attend, operands, results)
     if not return_residual:
@@ -224,15 +230,17 @@ def attention(
     return out, lse if shape.single else jnp.swapaxes(lse, -1, -2)
 
 
-def explain(query, key, value, **arguments) -> str:
+def explain(*arguments, **keywords) -> str:
     """Which implementation serves a call on this machine, and why the others do not.
 
     Args:
-      query, key, value, **arguments: as for `attention`; arrays or
-        `jax.ShapeDtypeStruct`.
+      *arguments, **keywords: as for `attention`; arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
       A text of one line for the decision and one for each implementation.
+
+    Raises:
+      TypeError: if `attention` has no such argument.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -241,14 +249,13 @@ def explain(query, key, value, **arguments) -> str:
       >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
       implementation: xla
     """
-    shapes = {"query": query, "key": key, "value": value}
-    for name, x in shapes.items():
-        _arguments.check_array(name, x)
-    implementation = arguments.get("implementation")
+    given = inspect.signature(attention).bind(*arguments, **keywords).arguments
+    for name in ("query", "key", "value"):
+        _arguments.check_array(name, given[name])
+    implementation = given.get("implementation")
     _arguments.check_implementation(implementation)
-    others = [x for x in arguments.values() if hasattr(x, "shape")]
-    facts = _facts([query, key, value, *others], arguments.get("config"))
-    return _backends.explain(implementation, facts)
+    arrays = [x for x in given.values() if hasattr(x, "shape")]
+    return _backends.explain(implementation, _facts(arrays, given.get("config")))
 
 
 def _facts(arrays, config) -> dict:

@@ -233,6 +233,11 @@ def check_operands(query, key, value):
                 "query, key and value must have the same rank, got query "
                 f"{query.shape} and {name} {x.shape}"
             )
+        if not all(isinstance(n, int) for n in x.shape[-3:]):
+            raise ValueError(
+                f"{name} must have constant rows, heads and head size (batch axes may "
+                f"be symbolic), got shape {x.shape}"
+            )
         if x.shape[-1] == 0:
             raise ValueError(f"{name} has head size 0: shape {x.shape}")
     if query.shape[-1] != key.shape[-1]:

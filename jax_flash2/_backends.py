@@ -46,6 +46,18 @@ def choose(implementation: str | None, facts: dict) -> str:
     Raises:
       ValueError: if the backend asked for cannot serve the call, or none can.
     """
+    chosen = _choice(implementation, facts)
+    best = next(iter(BACKENDS))
+    if implementation is None and chosen != best and _has_gpu():
+        warnings.warn(
+            f"jax_flash2.attention runs as {chosen!r}, slower than {best!r} would be "
+            f"on this GPU: {reasons(facts)[best]}",
+            stacklevel=4,
+        )
+    return chosen
+
+
+def _choice(implementation: str | None, facts: dict) -> str:
     if implementation == REFERENCE:
         return REFERENCE
     if implementation is not None:
@@ -58,13 +70,6 @@ def choose(implementation: str | None, facts: dict) -> str:
     if chosen is None:
         lines = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise ValueError(f"no implementation serves this call: {lines}")
-    if _has_gpu() and chosen != next(iter(BACKENDS)):
-        passed_over = next(iter(BACKENDS))
-        warnings.warn(
-            f"jax_flash2.attention runs as {chosen!r}, slower than {passed_over!r} "
-            f"would be on this GPU: {why[passed_over]}",
-            stacklevel=4,
-        )
     return chosen
 
 
@@ -78,7 +83,7 @@ def explain(implementation: str | None, facts: dict) -> str:
     """The decision of `choose` as text, with the reason for each backend."""
     lines = []
     try:
-        lines.append(f"implementation: {choose(implementation, facts)}")
+        lines.append(f"implementation: {_choice(implementation, facts)}")
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, reason in reasons(facts).items():

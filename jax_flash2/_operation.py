@@ -8,11 +8,12 @@ an unmapped one is shared; the backend sees one more batch axis.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -49,12 +50,13 @@ def _statistics_dtype(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def forward_outputs(operands) -> tuple[Named, Named]:
+def forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
     """Shape structs of o and lse.
 
     o lies in memory as q does, with the names that q lacks in front; lse has its rows
     last, for kernels read it in blocks of rows.
     """
+    del problem
     q, _, v, *_ = operands
     size = sizes(operands)
     axes = _with_missing(operands, tuple("d" if a == "h" else a for a in q.axes))
@@ -68,17 +70,18 @@ def is_differentiable(operand) -> bool:
     return jnp.issubdtype(operand.dtype, jnp.floating)
 
 
-def _backward_outputs(operands) -> tuple[Named, ...]:
+def backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
     """Shape structs of the gradients, one for each element that `vmap` maps over.
 
     Args:
+      problem: of the call.
       operands: those of the forward, then o, lse, do and dlse.
     """
     size = sizes(operands)
     mapped = tuple(name for name in batch_axes(operands) if is_mapped(name))
     return tuple(
         _struct((*(a for a in mapped if a not in x.axes), *x.axes), size, x.dtype)
-        for x in operands[:-4]
+        for x in operands[: len(problem.axes)]
         if is_differentiable(x)
     )
 
@@ -93,7 +96,7 @@ def _struct(axes: Axes, size: dict[str, int], dtype) -> Named:
 
 
 def _forward_rule(problem: Problem, operands):
-    o, lse = forward_outputs(operands)
+    o, lse = forward_outputs(problem, operands)
     if 0 in sizes(operands).values():
         return [
             jnp.zeros(o.shape, o.dtype),
@@ -107,11 +110,10 @@ def _forward_rule(problem: Problem, operands):
 
 
 def _backward_rule(problem: Problem, operands):
-    outputs = _backward_outputs(operands)
+    outputs = backward_outputs(problem, operands)
     if 0 in sizes(operands).values():
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
-    *arrays, o, lse, do, dlse = operands
-    saved = (o, lse, do, dlse)
+    arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
     *qkv, spec = problem.named([x.value for x in arrays])
     backend = _backends.module(problem.backend)
     return backend.backward(
@@ -119,55 +121,67 @@ def _backward_rule(problem: Problem, operands):
     )
 
 
-def _operation(name: str, rule, outputs):
-    """A primitive of named operands, as a function `bind(*arrays, problem=, axes=)`."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+class Operation:
+    """A primitive of named operands.
 
-    def bind(*arrays, problem: Problem, axes: tuple[Axes, ...]):
+    Attributes:
+      name: of the primitive.
+      rule: of the problem and the operands, `Named` arrays; returns the results.
+      outputs: of the same, the operands may be shape structs; returns shape structs.
+      primitive: for differentiation rules.
+    """
+
+    def __init__(self, name: str, rule: Callable, outputs: Callable):
+        self.name, self.rule, self.outputs = name, rule, outputs
+        self.primitive = primitive = Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_impl(self._implementation)
+        primitive.def_abstract_eval(self._abstract_eval)
+        batching.primitive_batchers[primitive] = self._batch
+        mlir.register_lowering(primitive, self._lower)
+
+    def __call__(self, *arrays, problem: Problem, axes: tuple[Axes, ...]) -> list:
         sign = _sharding.needs_devices() if _sharding.divisible() else None
-        return primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
+        return self.primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
 
-    def implementation(*arrays, problem, axes, sign=None):
+    def _implementation(self, *arrays, problem, axes, sign=None):
         del sign
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
         with _backends.lowering_context(problem.backend):
-            return list(rule(problem, list(map(Named, arrays, axes))))
+            return list(self.rule(problem, list(map(Named, arrays, axes))))
 
-    def abstract_eval(*avals, axes: tuple[Axes, ...], **_):
-        structs = outputs(list(map(Named, avals, axes)))
+    def _abstract_eval(self, *avals, problem, axes, sign):
+        del sign
+        structs = self.outputs(problem, list(map(Named, avals, axes)))
         return [_sharding.like(avals[0], x.shape, x.dtype) for x in structs]
 
-    def batching_rule(arrays, dims, *, axes: tuple[Axes, ...], **params):
+    def _batch(self, arrays, dims, *, problem, axes, sign):
         used = {a for operand_axes in axes for a in operand_axes}
         name = next(f"v{i}" for i in range(len(used) + 1) if f"v{i}" not in used)
         axes = tuple(
             a if dim is None else (*a[:dim], name, *a[dim:])
             for a, dim in zip(axes, dims, strict=True)
         )
-        results = primitive.bind(*arrays, axes=axes, **params)
-        structs = outputs(list(map(Named, arrays, axes)))
+        params = {"problem": problem, "axes": axes, "sign": sign}
+        results = self.primitive.bind(*arrays, **params)
+        structs = self.outputs(problem, list(map(Named, arrays, axes)))
         return results, [x.axes.index(name) for x in structs]
 
-    primitive.def_impl(implementation)
-    primitive.def_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = batching_rule
-
-    def divided(*arrays, problem, axes, sign):
+    def _divided(self, *arrays, problem, axes, sign):
+        """What is lowered: the implementation, and how devices may divide it."""
         if sign is None:
-            return implementation(*arrays, problem=problem, axes=axes)
+            return self._implementation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
         call = _sharding.partitioned(
-            lambda *arrays: implementation(*arrays, problem=problem, axes=axes),
-            lambda *arrays: bind(*arrays, problem=problem, axes=axes),
+            lambda *arrays: self._implementation(*arrays, problem=problem, axes=axes),
+            lambda *arrays: self(*arrays, problem=problem, axes=axes),
             operands,
-            outputs(operands),
+            self.outputs(problem, operands),
         )
         return call(*arrays)
 
-    lower = mlir.lower_fun(divided, multiple_results=True)
-
-    def lowering(context, *operands, problem: Problem, **params):
+    def _lower(self, context, *operands, problem: Problem, **params):
+        lower = mlir.lower_fun(self._divided, multiple_results=True)
         context = context.replace(
             avals_in=list(map(_sharding.local, context.avals_in)),
             avals_out=list(map(_sharding.local, context.avals_out)),
@@ -175,23 +189,29 @@ def _operation(name: str, rule, outputs):
         with _backends.lowering_context(problem.backend), _sharding.one_device():
             return lower(context, *operands, problem=problem, **params)
 
-    mlir.register_lowering(primitive, lowering)
-    return bind
+
+FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)
+BACKWARD = Operation("flash2_backward", _backward_rule, backward_outputs)
 
 
-_forward = _operation("flash2_forward", _forward_rule, forward_outputs)
-_backward = _operation("flash2_backward", _backward_rule, _backward_outputs)
+# Names for `jax.checkpoint_policies.save_only_these_names`.
+OUTPUT_NAME = "flash2_output"
+LSE_NAME = "flash2_lse"
+
+
+def to_save(o, lse) -> tuple[jax.Array, jax.Array]:
+    """The results that the backward takes, with their names for `jax.checkpoint`."""
+    return checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
 def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     """Output (axes of query, head size that of value) and lse (rows last)."""
-    return tuple(_forward(*arrays, problem=problem, axes=problem.axes))
+    return tuple(FORWARD(*arrays, problem=problem, axes=problem.axes))
 
 
 def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     """Gradients of the operands that are differentiable, in order."""
     operands = list(map(Named, arrays, problem.axes))
-    o_axes, lse_axes = (x.axes for x in forward_outputs(operands))
+    o_axes, lse_axes = (x.axes for x in forward_outputs(problem, operands))
     axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)
-    bind = functools.partial(_backward, problem=problem, axes=axes)
-    return tuple(bind(*arrays, o, lse, do, dlse))
+    return tuple(BACKWARD(*arrays, o, lse, do, dlse, problem=problem, axes=axes))

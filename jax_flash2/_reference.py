@@ -56,7 +56,7 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     """Output (axes of query) and lse (rows last)."""
     q, k, v, spec = problem.named(arrays)
     operands = [q, k, v, *jax.tree.leaves(spec)]
-    o, lse = forward_outputs(operands)
+    o, lse = forward_outputs(problem, operands)
     size = sizes(operands)
     if 0 in size.values():
         return jnp.zeros(o.shape, o.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)

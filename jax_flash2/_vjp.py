@@ -1,19 +1,14 @@
-"""The one custom_vjp: which results are kept between the passes, and nothing else."""
+"""The custom_vjp of the kernels: which results are kept between the passes."""
 
 from __future__ import annotations
 
 import functools
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash2 import _operation, _reference
+from jax_flash2 import _derivatives, _operation, _reference
 from jax_flash2._backends import REFERENCE
 from jax_flash2._operation import Problem, is_differentiable
-
-# Names for `jax.checkpoint_policies.save_only_these_names`.
-OUTPUT_NAME = "flash2_output"
-LSE_NAME = "flash2_lse"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -22,8 +17,7 @@ def _flash(problem: Problem, arrays):
 
 
 def _flash_forward(problem: Problem, arrays):
-    o, lse = _operation.forward(problem, arrays)
-    o, lse = checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    o, lse = _operation.to_save(*_operation.forward(problem, arrays))
     return (o, lse), (arrays, o, lse)
 
 
@@ -45,4 +39,6 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     """
     if problem.backend == REFERENCE:
         return _reference.attend(problem, arrays)
+    if problem.backend in _derivatives.BACKENDS:
+        return _operation.forward(problem, arrays)
     return _flash(problem, arrays)

@@ -1,6 +1,6 @@
-'''Recipes: how to do common things with `jax_flash2.attention`.
+"""Recipes: how to do common things with `jax_flash2.attention`.
 
-Every section runs by itself after these lines (`tests/test_docs.py` runs them all):
+Every section runs by itself after these lines:
 
     >>> import functools
     >>> import jax, jax.numpy as jnp
@@ -79,7 +79,8 @@ cache count; what lies behind them is not read into any result, NaN included.
     >>> same(jnp.concatenate(chunks, 1), attention(x, x, x, is_causal=True))
     True
 
-Prompts of unequal lengths in one prefill need `key_value_seq_lengths` alone.
+Prompts of unequal lengths, padded at their ends, are one call with
+`query_seq_lengths` and `key_value_seq_lengths`; rows of padding come out 0.
 
 Grouped queries (GQA, MQA)
 --------------------------
@@ -94,18 +95,19 @@ reads head n // (N // K). With one head it is multi-query attention.
 
 ALiBi
 -----
-The paper's slopes for N heads, a power of two; constants unless they are differentiated.
+The paper's slopes, for a number of heads that is a power of two. They may be learnt:
+slopes have gradients.
 
     >>> slopes = 2.0 ** (-8.0 / 4 * jnp.arange(1, 5))
     >>> out = attention(x, x, x, is_causal=True, alibi_slopes=slopes)
 
 Soft cap (Gemma 2)
 ------------------
-`scale` and `logits_soft_cap` are Python numbers, known when the program is compiled;
-layers with and without a window are two programs.
+`scale`, `logits_soft_cap` and the window are Python numbers, known when the program is
+compiled.
 
     >>> gemma = functools.partial(
-    ...     attention, is_causal=True, scale=224**-0.5, logits_soft_cap=50.0
+    ...     attention, is_causal=True, scale=256**-0.5, logits_soft_cap=50.0
     ... )
     >>> everywhere, nearby = gemma(x, x, x), gemma(x, x, x, local_window_size=15)
 
@@ -127,10 +129,10 @@ gradient of the bias is summed over the batch inside the kernels, in memory of t
 bias's own size.
 
     >>> table = jnp.zeros((4, 63))
+    >>> distance = jnp.arange(32)[:, None] - jnp.arange(32)
     >>> def loss(table):
     ...     bias = table[:, distance + 31]  # [heads, rows, rows]
     ...     return jnp.sum(attention(x, x, x, bias) ** 2)
-    >>> distance = jnp.arange(32)[:, None] - jnp.arange(32)
     >>> jax.grad(loss)(table).shape
     (4, 63)
 
@@ -147,19 +149,21 @@ the key and the pair: every implementation, block size and `jax.vmap` agrees.
 
 Remat
 -----
-Under `jax.checkpoint` the backward pass would run the forward kernel again; with this
-policy it keeps the kernel's two results (rows x (head size + 1) numbers for each head)
-and recomputes the rest.
+Under a plain `jax.checkpoint` the backward pass runs the forward kernel again. With
+this policy the kernel's two results are kept, head size + 1 numbers for each row and
+head, and the rest is computed again.
 
     >>> policy = jax.checkpoint_policies.save_only_these_names(
     ...     "flash2_output", "flash2_lse"
     ... )
-    >>> @functools.partial(jax.checkpoint, policy=policy)
-    ... def block(x):
+    >>> def block(x):
     ...     return jnp.tanh(attention(x, x, x, is_causal=True))
-    >>> gradient = jax.jit(jax.grad(lambda x: jnp.sum(block(x))))
-    >>> str(jax.make_jaxpr(gradient)(x)).count("flash2_forward[")
-    1
+    >>> def forward_passes(block):
+    ...     gradient = jax.grad(lambda x: jnp.sum(block(x)))
+    ...     return str(jax.make_jaxpr(gradient)(x)).count("flash2_forward[")
+    >>> kept = forward_passes(jax.checkpoint(block, policy=policy))
+    >>> kept < forward_passes(jax.checkpoint(block))
+    True
 
 The names are also `jax_flash2.OUTPUT_NAME` and `jax_flash2.LSE_NAME`.
 
@@ -197,8 +201,8 @@ what several devices share are communicated.
     True
 
 Key/value heads that the devices do not divide may be whole on all of them. Inputs
-divided along rows are gathered first: the result is right, and each device holds all
-the rows of its batch entries and heads.
+divided along rows are gathered: the result is right, but the devices of a mesh axis
+that divides rows alone all do the same work.
 
     >>> y = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
     >>> same(jax.jit(attention)(y, y, y), attention(x, x, x))
@@ -225,18 +229,28 @@ sizes must be whole: `jax.reshard` is yours to call.
     ...     except ValueError as error:
     ...         print(str(error)[:35])
     ...     y = jax.reshard(y, P(None, None, "model"))
-    ...     jax.typeof(jax.jit(attention)(y, y, y)).sharding.spec
+    ...     out = jax.jit(attention)(y, y, y)
     query is sharded along its rows (me
-    PartitionSpec(None, None, 'model', None)
+    >>> jax.typeof(out).sharding.spec == P(None, None, "model", None)
+    True
 
-`jax.shard_map`, on either kind of mesh, gives each device its part; attention then is
-as on one device.
+Inside `jax.shard_map`
+----------------------
+Each device calls attention on its part, as if it were alone: on a mesh of either kind,
+with the checks of `shard_map` on.
 
-    >>> by_heads = P(None, None, "model")
-    >>> split = jax.shard_map(attention, mesh=mesh, in_specs=by_heads, out_specs=by_heads)
-    >>> with jax.set_mesh(mesh):
-    ...     out = jax.jit(split)(x, x, x)
-    >>> same(out, attention(x, x, x))
+    >>> import math
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> devices = math.gcd(jax.device_count(), 4)
+    >>> mesh = jax.make_mesh(
+    ...     (devices,),
+    ...     ("model",),
+    ...     axis_types=(AxisType.Auto,),
+    ...     devices=jax.devices()[:devices],
+    ... )
+    >>> heads = P(None, None, "model")
+    >>> split = jax.shard_map(attention, mesh=mesh, in_specs=heads, out_specs=heads)
+    >>> same(jax.jit(split)(x, x, x), attention(x, x, x))
     True
 
 Flax
@@ -267,6 +281,7 @@ A transformer block in plain functions
 --------------------------------------
 Parameters in a dictionary, the layers stacked and scanned.
 
+    >>> import numpy as np
     >>> def norm(x):
     ...     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
     >>> def block(x, p):
@@ -281,9 +296,10 @@ Parameters in a dictionary, the layers stacked and scanned.
     ...     "down": (128, 64),
     ... }
     >>> layers = 2
+    >>> rng = np.random.default_rng(0)
     >>> params = {
-    ...     name: 0.02 * jax.random.normal(jax.random.key(i), (layers, *shape))
-    ...     for i, (name, shape) in enumerate(shapes.items())
+    ...     name: jnp.float32(0.02 * rng.standard_normal((layers, *shape)))
+    ...     for name, shape in shapes.items()
     ... }
     >>> def loss(params, x):
     ...     return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
@@ -317,8 +333,9 @@ As in Equinox: a callable dataclass for one sequence, mapped over the batch.
 Export
 ------
 The "xla" backend exports for any platform, forward and backward; the batch, not the
-rows, may be a symbol. Name it: without, this machine's platform would decide.
-`exported.serialize(vjp_order=1)` makes bytes of it (JAX needs flatbuffers for that).
+rows, may be a symbol. Ask for it: if not, this machine's platform decides.
+`exported.serialize(vjp_order=1)` makes bytes of it, for which JAX needs flatbuffers.
+Programs that an automatic mesh divides export only with a `shard_map` around the call.
 
     >>> from jax import export
     >>> portable = functools.partial(attention, is_causal=True, implementation="xla")
@@ -331,8 +348,8 @@ rows, may be a symbol. Name it: without, this machine's platform would decide.
 
 Which implementation serves
 ---------------------------
-`explain` takes what `attention` does, or shapes, and says why each can or cannot serve.
-In a program, the jaxpr of any function says which one it has.
+`explain` takes the arguments of `attention`, or shapes, and says why each can or cannot
+serve; all but query, key and value by name. The jaxpr of a program says which it has.
 
     >>> from jax_flash2 import explain
     >>> shape = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
@@ -341,10 +358,7 @@ In a program, the jaxpr of any function says which one it has.
       triton: ...
       xla: can serve this call
       reference: only when asked for (quadratic memory)
-    >>> import re
-    >>> jaxpr = str(jax.make_jaxpr(attention)(x, x, x))
-    >>> re.findall(r"backend='(triton|xla)'", jaxpr) == [
-    ...     explain(x, x, x).split()[1]
-    ... ]
+    >>> name = explain(x, x, x).split()[1]
+    >>> f"backend='{name}'" in str(jax.make_jaxpr(attention)(x, x, x))
     True
-'''
+"""

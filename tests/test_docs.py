@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = (
     "jax_flash2",
     "jax_flash2._api",
-    "jax_flash2._vjp",
+    "jax_flash2._flax",
     "pallas_kernels.configs",
 )
 
@@ -34,8 +34,6 @@ def recipes() -> dict[str, str]:
 def test_recipes(title):
     parser = doctest.DocTestParser()
     test = parser.get_doctest(recipes()[title], {}, title, "recipes.py", 0)
-    opening = parser.get_examples(recipes()[title].split("x stands for")[0])
-    assert len(test.examples) > len(opening)
     assert doctest.DocTestRunner().run(test).failed == 0
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.triton.memory import Launch
 MAX_HEAD_SIZE = 512
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-lowering_context = support.no_deprecation_warning
+lowering_context = support.lowering_context
 
 
 def unsupported(

@@ -29,9 +29,13 @@ _CAPABILITY = {  # of devices known by name only, when lowering without a GPU
 
 
 @contextlib.contextmanager
-def no_deprecation_warning():
-    """Hides upstream's note that its Triton backend is deprecated (JAX >= 0.11)."""
-    with warnings.catch_warnings():
+def lowering_context():
+    """In which kernels are traced and lowered.
+
+    Hides upstream's note that its Triton backend is deprecated (JAX >= 0.11), and keeps
+    indices in 32 bits where the caller has 64 enabled.
+    """
+    with warnings.catch_warnings(), jax.enable_x64(False):
         warnings.filterwarnings(
             "ignore", message="The Pallas Triton backend is deprecated"
         )
