@@ -10,6 +10,7 @@ below; a GPU without one takes the H200's, where it fits.
 """
 
 import collections
+import copy
 import dataclasses
 import itertools
 import json
@@ -265,8 +266,9 @@ def best(rows: Iterable[dict]) -> dict[tuple[str, int, str], list[int]]:
 
 def write_table(path: Path, gpu: str, made: dict, chosen: dict) -> None:
     """Puts blocks into the table of a GPU; what it has of others stays."""
-    old = json.loads((path if path.exists() else configs.table_path(gpu)).read_text())
-    blocks = old["blocks"]
+    # A GPU's first table begins as the one that the library takes for it.
+    known = json.loads(path.read_text())["blocks"] if path.exists() else None
+    blocks = copy.deepcopy(known or configs.table(gpu))
     for (kernel, head_size, regime), found in chosen.items():
         blocks[kernel][str(head_size)][regime] = found
     lines = []

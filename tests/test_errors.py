@@ -8,261 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, Config, attention, explain
-from tests.cases import ON_GPU
+from jax_flash2 import Blocks, attention, explain
+from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
-
-Q = jnp.zeros((2, 6, 4, 8))
-K = jnp.zeros((2, 5, 2, 8))
-GOOD = {"query": Q, "key": K, "value": K}
-RNG = jax.random.key(0)
-ids = functools.partial(jnp.zeros, dtype=jnp.int32)
-
-# (arguments that replace the good ones, error, words that its message must hold)
-WRONG = {
-    "query_list": ({"query": [[1.0]]}, TypeError, ["query", "array", "list"]),
-    "key_none": ({"key": None}, TypeError, ["key", "array", "NoneType"]),
-    "value_float": ({"value": 1.0}, TypeError, ["value", "array", "float"]),
-    "query_int": ({"query": Q.astype(int)}, TypeError, ["query", "bfloat16", "int32"]),
-    "key_dtype": (
-        {"key": K.astype(jnp.bfloat16)},
-        TypeError,
-        ["key", "one dtype", "bfloat16", "float32"],
-    ),
-    "value_dtype": (
-        {"value": K.astype(jnp.float16)},
-        TypeError,
-        ["value", "one dtype", "float16"],
-    ),
-    "query_rank_1": ({"query": Q[0, 0, 0]}, ValueError, ["query", "(8,)"]),
-    "query_scalar": ({"query": jnp.float32(1)}, ValueError, ["query", "()"]),
-    "ranks": ({"key": K[0]}, ValueError, ["same rank", "(2, 6, 4, 8)", "(5, 2, 8)"]),
-    "head_size": (
-        {"key": K[..., :4], "value": K[..., :4]},
-        ValueError,
-        ["same head size", "(2, 5, 2, 4)"],
-    ),
-    "head_size_0": ({"value": K[..., :0]}, ValueError, ["value", "head size 0"]),
-    "key_value_rows": (
-        {"value": K[:, :4]},
-        ValueError,
-        ["key and value", "(2, 4, 2, 8)"],
-    ),
-    "key_value_heads": ({"value": K[:, :, :1]}, ValueError, ["key and value"]),
-    "batch": (
-        {"key": K[:1], "value": K[:1]},
-        ValueError,
-        ["same batch axes", "(1, 5, 2, 8)"],
-    ),
-    "groups": ({"query": Q[:, :, :3]}, ValueError, ["2 heads", "3 heads", "divide"]),
-    "no_kv_heads": (
-        {"key": K[:, :, :0], "value": K[:, :, :0]},
-        ValueError,
-        ["0 heads", "4 heads"],
-    ),
-    "mask_float": ({"mask": jnp.ones((6, 5))}, TypeError, ["mask", "bool", "float32"]),
-    "mask_list": ({"mask": [[True]]}, TypeError, ["mask", "array", "list"]),
-    "mask_shape": (
-        {"mask": np.ones((6, 4), bool)},
-        ValueError,
-        ["mask", "(2, 4, 6, 5)", "(6, 4)"],
-    ),
-    "mask_heads": (
-        {"mask": np.ones((2, 2, 6, 5), bool)},
-        ValueError,
-        ["mask", "(2, 2, 6, 5)"],
-    ),
-    "mask_rank": ({"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, ["mask"]),
-    "scale_text": ({"scale": "big"}, TypeError, ["scale", "number", "str"]),
-    "scale_array": ({"scale": jnp.ones(2)}, TypeError, ["scale", "number"]),
-    "scale_nan": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
-    "scale_inf": ({"scale": float("inf")}, ValueError, ["scale", "finite", "inf"]),
-    "causal_array": ({"is_causal": jnp.array(True)}, TypeError, ["is_causal", "bool"]),
-    "causal_int": ({"is_causal": 1}, TypeError, ["is_causal", "bool", "1"]),
-    "residual_none": (
-        {"return_residual": None},
-        TypeError,
-        ["return_residual", "bool"],
-    ),
-    "q_lengths_float": (
-        {"query_seq_lengths": jnp.ones(2)},
-        TypeError,
-        ["query_seq_lengths", "int32", "float32"],
-    ),
-    "q_lengths_shape": (
-        {"query_seq_lengths": ids(3)},
-        ValueError,
-        ["query_seq_lengths", "(2,)", "(3,)"],
-    ),
-    "kv_lengths_int": (
-        {"key_value_seq_lengths": 5},
-        TypeError,
-        ["key_value_seq_lengths", "array", "int"],
-    ),
-    "kv_lengths_scalar": (
-        {"key_value_seq_lengths": jnp.int32(5)},
-        ValueError,
-        ["key_value_seq_lengths", "(2,)", "()"],
-    ),
-    "kv_lengths_bool": (
-        {"key_value_seq_lengths": np.ones(2, bool)},
-        TypeError,
-        ["key_value_seq_lengths", "bool"],
-    ),
-    "window_text": (
-        {"local_window_size": "wide"},
-        TypeError,
-        ["local_window_size", "ints", "wide"],
-    ),
-    "window_three": (
-        {"local_window_size": (1, 2, 3)},
-        ValueError,
-        ["local_window_size", "pair", "(1, 2, 3)"],
-    ),
-    "window_negative": (
-        {"local_window_size": (-1, 2)},
-        ValueError,
-        ["local_window_size", "negative", "(-1, 2)"],
-    ),
-    "window_float": (
-        {"local_window_size": (1.5, 2)},
-        TypeError,
-        ["local_window_size", "1.5"],
-    ),
-    "window_bool": ({"local_window_size": True}, TypeError, ["local_window_size"]),
-    "q_segments_shape": (
-        {"query_segment_ids": ids((2, 5)), "key_value_segment_ids": ids((2, 5))},
-        ValueError,
-        ["query_segment_ids", "(2, 6)", "(2, 5)"],
-    ),
-    "kv_segments_shape": (
-        {"query_segment_ids": ids((2, 6)), "key_value_segment_ids": ids((5,))},
-        ValueError,
-        ["key_value_segment_ids", "(2, 5)", "(5,)"],
-    ),
-    "segments_float": (
-        {"query_segment_ids": jnp.zeros((2, 6)), "key_value_segment_ids": ids((2, 5))},
-        TypeError,
-        ["query_segment_ids", "int32", "float32"],
-    ),
-    "kv_segments_alone": (
-        {"key_value_segment_ids": ids((2, 5))},
-        ValueError,
-        ["key_value_segment_ids", "query_segment_ids", "both"],
-    ),
-    "q_segments_alone": (
-        {"query_segment_ids": ids((2, 6))},
-        ValueError,
-        ["query_segment_ids", "T == S", "T=6", "S=5"],
-    ),
-    "offset_float": (
-        {"query_offset": 1.5, "is_causal": True},
-        TypeError,
-        ["query_offset", "array", "float"],
-    ),
-    "offset_bool": ({"query_offset": True}, TypeError, ["query_offset", "bool"]),
-    "offset_shape": (
-        {"query_offset": ids((3,))},
-        ValueError,
-        ["query_offset", "(2,)", "(3,)"],
-    ),
-    "offset_array_float": (
-        {"query_offset": jnp.ones(2)},
-        TypeError,
-        ["query_offset", "int32", "float32"],
-    ),
-    "precision": ({"precision": "perfect"}, ValueError, ["precision", "perfect"]),
-    "implementation": (
-        {"implementation": "cuda"},
-        ValueError,
-        ["implementation", "cuda", "triton", "xla"],
-    ),
-    "config": ({"config": {"block_q": 64}}, TypeError, ["config", "Config", "block_q"]),
-    "triton_head_size": (
-        {
-            **dict.fromkeys(("query", "key", "value"), jnp.zeros((1, 4, 1, 600))),
-            "implementation": "triton",
-            "config": Config(interpret=True),
-        },
-        ValueError,
-        ["triton", "head size 600", "512"],
-    ),
-    "bias_int": ({"bias": ids((6, 5))}, TypeError, ["bias", "float", "int32"]),
-    "bias_bool": ({"bias": ids((6, 5)) == 0}, TypeError, ["bias", "float", "bool"]),
-    "bias_list": ({"bias": [0.0]}, TypeError, ["bias", "array", "list"]),
-    "bias_shape": (
-        {"bias": jnp.zeros((4, 6, 6))},
-        ValueError,
-        ["bias", "(2, 4, 6, 5)", "(4, 6, 6)"],
-    ),
-    "bias_rank": (
-        {"bias": jnp.zeros((1, 2, 4, 6, 5))},
-        ValueError,
-        ["bias", "(1, 2, 4, 6, 5)"],
-    ),
-    "soft_cap_0": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "> 0"]),
-    "soft_cap_negative": ({"logits_soft_cap": -1}, ValueError, ["logits_soft_cap"]),
-    "soft_cap_inf": ({"logits_soft_cap": np.inf}, ValueError, ["finite", "inf"]),
-    "soft_cap_array": (
-        {"logits_soft_cap": jnp.ones(4)},
-        TypeError,
-        ["logits_soft_cap", "number", "compiled"],
-    ),
-    "slopes_shape": (
-        {"alibi_slopes": jnp.ones(3)},
-        ValueError,
-        ["alibi_slopes", "(4,)", "(2, 4)", "(3,)"],
-    ),
-    "slopes_scalar": ({"alibi_slopes": jnp.float32(1)}, ValueError, ["alibi_slopes"]),
-    "slopes_int": ({"alibi_slopes": ids(4)}, TypeError, ["alibi_slopes", "int32"]),
-    "sinks_shape": (
-        {"sinks": jnp.ones((2, 4))},
-        ValueError,
-        ["sinks", "(4,)", "(2, 4)"],
-    ),
-    "sinks_int": ({"sinks": ids(4)}, TypeError, ["sinks", "float", "int32"]),
-    "sinks_float": ({"sinks": 0.0}, TypeError, ["sinks", "array", "float"]),
-    "dropout_no_key": (
-        {"dropout_rate": 0.1},
-        ValueError,
-        ["dropout_rate=0.1", "dropout_rng"],
-    ),
-    "dropout_1": (
-        {"dropout_rate": 1.0, "dropout_rng": RNG},
-        ValueError,
-        ["dropout_rate", "[0, 1)", "1.0"],
-    ),
-    "dropout_negative": (
-        {"dropout_rate": -0.1, "dropout_rng": RNG},
-        ValueError,
-        ["dropout_rate", "-0.1"],
-    ),
-    "dropout_array": (
-        {"dropout_rate": jnp.float32(0.1), "dropout_rng": RNG},
-        TypeError,
-        ["dropout_rate", "number", "compiled"],
-    ),
-    "dropout_keys": (
-        {"dropout_rate": 0.1, "dropout_rng": jax.random.split(RNG)},
-        ValueError,
-        ["dropout_rng", "one key", "(2,)"],
-    ),
-    "dropout_seed": (
-        {"dropout_rate": 0.1, "dropout_rng": 3},
-        TypeError,
-        ["dropout_rng", "array", "int"],
-    ),
-    "dropout_int_key": (
-        {"dropout_rate": 0.1, "dropout_rng": ids(2)},
-        ValueError,
-        ["dropout_rng", "int32"],
-    ),
-    "broadcast_dropout": (
-        {"broadcast_dropout": 1},
-        TypeError,
-        ["broadcast_dropout", "bool"],
-    ),
-}
+from tests.wrong_calls import GOOD, WRONG
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -281,6 +30,32 @@ def test_wrong_call(name, jit):
     message = str(caught.value)
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "words"),
+    [
+        ("scale", jnp.float32(1), "number, known when the program is compiled"),
+        ("logits_soft_cap", jnp.float32(1), "number, known when the program is"),
+        ("dropout_rate", jnp.float32(0.1), "number, known when the program is"),
+        ("local_window_size", jnp.int32(1), "Python ints or None"),
+        ("is_causal", jnp.bool_(True), "Python bool"),
+        ("broadcast_dropout", jnp.bool_(True), "Python bool"),
+        ("return_residual", jnp.bool_(True), "Python bool"),
+    ],
+)
+def test_what_must_be_known_may_not_be_traced(name, number, words):
+    def call(x):
+        return attention(**GOOD, **{name: x})
+
+    with pytest.raises(TypeError, match=f"{name} must .*{words}.*got .*Tracer"):
+        jax.jit(call)(number)
+
+
+def test_many_distinct_wrong_calls():
+    """The project promises sixty."""
+    calls = {str(sorted(changes.items())) for changes, *_ in WRONG.values()}
+    assert len(calls) == len(WRONG) >= 60
 
 
 @pytest.mark.parametrize(
@@ -336,3 +111,61 @@ def test_slower_choice_on_a_gpu_is_said():
     x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
     with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*600 is above"):
         lower_for_gpu(attention, x, x, x)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize(("batch", "heads"), [(0, 2), (2, 0), (0, 0)])
+def test_no_batch_or_heads(backend, batch, heads):
+    """Nothing to attend is no error: results and gradients of their shapes, all 0."""
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    x = jnp.ones((batch, 5, heads, 8))
+    bias, sinks = jnp.ones((1, 1, 5, 5)), jnp.ones(heads)
+
+    def call(x, bias, sinks):
+        options_ = {"is_causal": True, "return_residual": True, **options}
+        return attention(x, x, x, bias, sinks=sinks, **options_)
+
+    (out, lse), vjp = jax.vjp(call, x, bias, sinks)
+    assert out.shape == x.shape
+    assert lse.shape == x.shape[:-1]
+    for gradient, primal in zip(vjp((out, lse)), (x, bias, sinks), strict=True):
+        assert gradient.shape == primal.shape
+        assert not np.any(gradient)
+
+
+def _same(arguments, others, options, atol=0.0):
+    x = jax.random.normal(jax.random.key(0), (2, 20, 2, 16))
+
+    def call(arguments):
+        return jax.vjp(lambda x: attention(x, x, x, **arguments, **options), x)
+
+    (a, a_vjp), (b, b_vjp) = map(jax.jit(call), (arguments, others))
+    for x, y in ((a, b), (jax.jit(a_vjp)(a)[0], jax.jit(b_vjp)(a)[0])):
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_beyond_the_rows_are_clipped(backend):
+    few, many = np.int32([-5, 2**31 - 1]), np.int32([-(2**31), 21])
+    lengths = {"query_seq_lengths": few, "key_value_seq_lengths": many}
+    clipped = dict.fromkeys(lengths, np.int32([0, 20]))
+    _same(lengths, clipped, BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segment_ids_may_be_any_int32(backend):
+    """Negative and extreme ids are ids like others."""
+    small = np.repeat(np.int32([[3, 1, 2, 0, 3]]), 4, axis=1).repeat(2, axis=0)
+    large = np.int32([-1, -(2**31), 2**31 - 1, 7])[small]
+    ids = "query_segment_ids"
+    _same({ids: large}, {ids: small}, BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_far_offsets_are_clipped(backend):
+    """Beyond 2**28, traced or not: every key is before the rows, or none is."""
+    for far, near in ((2**31 - 1, 20), (-(2**31), -20)):
+        options = {"is_causal": True, **BACKENDS[backend]}
+        offset = "query_offset"
+        atol = 2e-2 if ON_GPU else 1e-5
+        _same({offset: jnp.int32(far)}, {offset: jnp.int32(near)}, options, atol)

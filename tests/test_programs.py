@@ -1,4 +1,4 @@
-"""Attention in whole programs: exported, compiled ahead, scanned; and JAX's settings."""
+"""Attention in programs: exported, compiled ahead, scanned; and JAX's settings."""
 
 import dataclasses
 import functools
@@ -135,7 +135,7 @@ def test_export_of_kernels():
     assert again.mlir_module() == exported.mlir_module()
     assert again.mlir_module().count(KERNEL) == 3  # forward, dq, dkv
     if not ON_GPU:
-        with pytest.raises(ValueError, match="cuda.*cpu"):
+        with pytest.raises(ValueError, match=r"cuda.*cpu"):
             again.call(*args)
 
 
@@ -203,7 +203,7 @@ def remat(policy):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scan_over_layers(backend):
-    """Scanned, and scanned with a checkpoint policy: the gradients of the plain loop."""
+    """Scanned, with and without a checkpoint policy: as the loop written out."""
     (x, _, _), _ = by_name("plain").inputs(jnp.float32)
     weights = 0.3 * jax.random.normal(jax.random.key(0), (3, 16, 16))
 
