@@ -187,9 +187,7 @@ def attention(
     ]
     if any(x is not None for x in lengths):
         masks.append(Lengths(*lengths))
-    segments = shape.segments(query_segment_ids, key_value_segment_ids)
-    if segments is not None:
-        masks.append(segments)
+    masks += shape.segments(query_segment_ids, key_value_segment_ids)
     if mask is not None:
         masks.append(shape.mask(mask))
     score = Score(

@@ -21,6 +21,7 @@ from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
 
 # Positions stay below this, so that int32 sums of a few of them do not overflow.
 _FAR = 1 << 28
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 class Shape:
@@ -28,6 +29,7 @@ class Shape:
 
     def __init__(self, query, key, value):
         del value
+        self.dtype = query.dtype
         self.single = query.ndim == 2
         self.batch = query.shape[:-3]
         self.batch_axes = tuple(f"b{i}" for i in range(len(self.batch)))
@@ -47,7 +49,7 @@ class Shape:
             Named(value, axes("s", "k", "d")),
         ]
 
-    def _ids(self, name: str, x, shape: tuple[int, ...], axes: Axes) -> Named:
+    def _integers(self, name: str, x, shape: tuple[int, ...]) -> jax.Array:
         """An integer array of exactly this shape."""
         x = _as_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -57,17 +59,18 @@ class Shape:
                 f"{name} must have shape {shape} for query of batch shape "
                 f"{self.batch}, got {x.shape}"
             )
-        return Named(x.astype(jnp.int32), axes)
+        return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
     def lengths(self, name: str, x, size: int) -> Named | None:
         if x is None:
             return None
-        x = self._ids(name, x, self.batch, self.batch_axes)
-        return Named(jnp.clip(x.value, 0, size), x.axes)
+        x = self._integers(name, x, self.batch)
+        return Named(_clipped(x, 0, size), self.batch_axes)
 
-    def segments(self, query_ids, key_value_ids) -> SegmentIds | None:
+    def segments(self, query_ids, key_value_ids) -> list[SegmentIds]:
+        """None, one, or for ids of 64 bits one for each half."""
         if query_ids is None and key_value_ids is None:
-            return None
+            return []
         if query_ids is None:
             raise ValueError(
                 "key_value_segment_ids came without query_segment_ids: give both"
@@ -80,16 +83,20 @@ class Shape:
                     "key_value_segment_ids"
                 )
             key_value_ids = query_ids
-        rows = (
-            ("query_segment_ids", query_ids, "t", self.t),
-            ("key_value_segment_ids", key_value_ids, "s", self.s),
+        q = self._integers("query_segment_ids", query_ids, (*self.batch, self.t))
+        kv = self._integers(
+            "key_value_segment_ids", key_value_ids, (*self.batch, self.s)
         )
-        return SegmentIds(
-            *(
-                self._ids(name, ids, (*self.batch, size), (*self.batch_axes, axis))
-                for name, ids, axis, size in rows
+        if q.dtype != kv.dtype:
+            raise TypeError(
+                "query_segment_ids and key_value_segment_ids must have one dtype, got "
+                f"{q.dtype.name} and {kv.dtype.name}"
             )
-        )
+        q_axes, kv_axes = (*self.batch_axes, "t"), (*self.batch_axes, "s")
+        return [
+            SegmentIds(Named(a, q_axes), Named(b, kv_axes))
+            for a, b in zip(_words(q), _words(kv), strict=True)
+        ]
 
     def mask(self, x) -> DenseMask:
         x = _as_array("mask", x)
@@ -102,8 +109,16 @@ class Shape:
         names = (*self.batch_axes, *self.head_axes, "t", "s")
         return DenseMask(_broadcast("mask", x, full, names))
 
+    def _float(self, name: str, x) -> jax.Array:
+        """Wider than float32 only if the query is."""
+        x = _as_array(name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype.name}")
+        wide = x.dtype.itemsize > max(4, self.dtype.itemsize)
+        return x.astype(jnp.float32) if wide else x
+
     def _per_head(self, name: str, x, batched: bool) -> Named:
-        x = _as_float(name, x)
+        x = self._float(name, x)
         shapes: dict[tuple[int, ...], Axes] = {self.heads: self.head_axes}
         if batched:
             shapes[self.batch + self.heads] = self.batch_axes + self.head_axes
@@ -119,7 +134,7 @@ class Shape:
         return self._per_head("sinks", x, batched=False)
 
     def bias(self, x) -> Named:
-        x = _as_float("bias", x)
+        x = self._float("bias", x)
         full = (*self.batch, *self.heads, self.t, self.s)
         return _broadcast(
             "bias", x, full, (*self.batch_axes, *self.head_axes, "t", "s")
@@ -136,13 +151,16 @@ class Shape:
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
         threshold = max(Dropout.threshold_of(float(rate)), 1)
+        if rng is not None:
+            check_array("dropout_rng", rng)
         if rate == 0.0:
             return None
         if rng is None:
             raise ValueError(f"dropout_rate={rate} needs dropout_rng, a JAX key")
-        check_array("dropout_rng", rng)
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if rng.ndim != (0 if typed else 1) or not (typed or rng.dtype == jnp.uint32):
+        raw = jax.eval_shape(jax.random.PRNGKey, 0)
+        one = () if typed else raw.shape
+        if rng.shape != one or not (typed or rng.dtype == raw.dtype):
             raise ValueError(
                 "dropout_rng must be one key, of jax.random.key or PRNGKey, got shape "
                 f"{rng.shape} and dtype {rng.dtype}"
@@ -158,10 +176,13 @@ class Shape:
         """The static and the traced part of query_offset."""
         if isinstance(x, int | np.integer) and not isinstance(x, bool):
             return int(min(max(x, -_FAR), _FAR)), None
-        x = _as_array("query_offset", x)
-        shape = self.batch if x.ndim else ()
-        x = self._ids("query_offset", x, shape, self.batch_axes if x.ndim else ())
-        return 0, Named(jnp.clip(x.value, -_FAR, _FAR), x.axes)
+        if not hasattr(x, "shape"):
+            raise TypeError(
+                f"query_offset must be an int or an int32 array, got {type(x).__name__}"
+            )
+        shape, axes = (self.batch, self.batch_axes) if x.ndim else ((), ())
+        x = self._integers("query_offset", x, shape)
+        return 0, Named(_clipped(x, -_FAR, _FAR), axes)
 
 
 def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
@@ -185,11 +206,16 @@ def _as_array(name: str, x) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _as_float(name: str, x) -> jax.Array:
-    x = _as_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be of a float dtype, got {x.dtype.name}")
-    return x
+def _clipped(x: jax.Array, lo: int, hi: int) -> jax.Array:
+    """As int32, clipped before it loses bits; `x` has at least 32."""
+    lo = max(lo, 0) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else lo
+    return jnp.clip(x, jnp.array(lo, x.dtype), jnp.array(hi, x.dtype)).astype(jnp.int32)
+
+
+def _words(x: jax.Array) -> list[jax.Array]:
+    """int32 arrays that are all equal where integers of 32 or 64 bits are."""
+    words = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return [words] if words.ndim == x.ndim else [words[..., 0], words[..., 1]]
 
 
 def check_soft_cap(x) -> float | None:
@@ -214,7 +240,7 @@ def check_operands(query, key, value):
     operands = {"query": query, "key": key, "value": value}
     for name, x in operands.items():
         check_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.dtype not in _DTYPES:
             raise TypeError(
                 f"{name} must be bfloat16, float16 or float32, got {x.dtype.name}"
             )
@@ -282,6 +308,8 @@ def check_scale(scale, head_size: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_size)
     try:
+        if isinstance(scale, bool | str):
+            raise TypeError
         scale = float(scale)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
@@ -301,6 +329,8 @@ def check_precision(precision) -> jax.lax.Precision | None:
         names = (*names, "tensorfloat32", "highest", "float32")
         return jax.lax.Precision(precision) if precision in names else None
     try:
+        if isinstance(precision, bool):
+            raise TypeError
         return jax.lax.Precision(precision)
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -11,6 +11,8 @@ import importlib
 import warnings
 from types import ModuleType
 
+import jax
+
 # From the fastest on. `None` picks the first that serves a call.
 BACKENDS = {
     "triton": "pallas_kernels.triton",
@@ -25,9 +27,16 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name])
 
 
+@contextlib.contextmanager
 def lowering_context(name: str):
-    """The context in which a backend's functions are traced and lowered."""
-    return getattr(module(name), "lowering_context", contextlib.nullcontext)()
+    """In which a backend's functions are traced and lowered.
+
+    The caller's rules of promotion are for the caller's code.
+    """
+    own = getattr(module(name), "lowering_context", contextlib.nullcontext)
+    rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
+    with own(), rank("allow"), dtype("standard"):
+        yield
 
 
 def reasons(facts: dict) -> dict[str, str | None]:

@@ -47,7 +47,7 @@ class Problem:
 
 
 def _statistics_dtype(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:

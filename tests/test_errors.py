@@ -134,7 +134,7 @@ def test_no_batch_or_heads(backend, batch, heads):
 
 
 def _same(arguments, others, options, atol=0.0):
-    x = jax.random.normal(jax.random.key(0), (2, 20, 2, 16))
+    x = jax.random.normal(jax.random.key(0), (2, 20, 2, 16), jnp.float32)
 
     def call(arguments):
         return jax.vjp(lambda x: attention(x, x, x, **arguments, **options), x)
@@ -169,3 +169,40 @@ def test_far_offsets_are_clipped(backend):
         offset = "query_offset"
         atol = 2e-2 if ON_GPU else 1e-5
         _same({offset: jnp.int32(far)}, {offset: jnp.int32(near)}, options, atol)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_integers_lose_nothing(backend):
+    """Of 64 bits, or unsigned: clipped, or compared, before 32 bits are left."""
+    options = BACKENDS[backend]
+    few = {"query_seq_lengths": np.int32([3, 20])}
+    _same({"query_seq_lengths": np.uint32([3, 2**32 - 1])}, few, options)
+    with jax.enable_x64(True):
+        _same({"query_seq_lengths": np.int64([3, 2**40])}, few, options)
+        near, far = jnp.int32(20), jnp.int64(2**40)
+        causal = {"is_causal": True, **options}
+        atol = 2e-2 if ON_GPU else 1e-5
+        _same({"query_offset": far}, {"query_offset": near}, causal, atol)
+        small = np.repeat(np.int64([[0, 1, 2, 0, 1]]), 4, axis=1).repeat(2, axis=0)
+        ids = "query_segment_ids"
+        for factor in (2**32, 2**20, 2**32 + 1):
+            wide = {ids: jnp.asarray(small * factor)}
+            _same(wide, {ids: small.astype(np.int32)}, options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_operands_of_narrow_queries(backend):
+    """Under x64 an array made without a dtype is float64; its gradient is too."""
+    with jax.enable_x64(True):
+        x = jax.random.normal(jax.random.key(0), (1, 20, 2, 16), jnp.float32)
+        wide = {"bias": jnp.ones((20, 20)), "alibi_slopes": jnp.ones(2)}
+        wide["sinks"] = jnp.ones(2)
+
+        def loss(arguments):
+            return jnp.sum(attention(x, x, x, **arguments, **BACKENDS[backend]) ** 2)
+
+        gradients = jax.grad(loss)(wide)
+        narrow = jax.grad(loss)({k: v.astype(jnp.float32) for k, v in wide.items()})
+    for name, x in gradients.items():
+        assert x.dtype == jnp.float64
+        np.testing.assert_array_equal(x, narrow[name])

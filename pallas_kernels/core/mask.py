@@ -115,7 +115,8 @@ def _loop(lo, hi, body: Callable, state):
     if isinstance(lo, int) and isinstance(hi, int) and lo >= hi:
         return state
     lo, hi = (np.int32(x) if isinstance(x, int) else x for x in (lo, hi))
-    return lax.fori_loop(lo, hi, body, state)
+    # Of static bounds `fori_loop` makes an int64 under x64.
+    return lax.fori_loop(lo, hi, lambda i, x: body(jnp.int32(i), x), state)
 
 
 def everything(lo, hi) -> Range:
