@@ -180,6 +180,7 @@ class Shape:
             raise TypeError(
                 f"query_offset must be an int or an int32 array, got {type(x).__name__}"
             )
+        x = jnp.asarray(x)
         shape, axes = (self.batch, self.batch_axes) if x.ndim else ((), ())
         x = self._integers("query_offset", x, shape)
         return 0, Named(_clipped(x, -_FAR, _FAR), axes)
