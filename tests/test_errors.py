@@ -133,7 +133,7 @@ def test_no_batch_or_heads(backend, batch, heads):
         assert not np.any(gradient)
 
 
-def _same(arguments, others, options, atol=0.0):
+def _same(arguments, others, options, atol=2e-2 if ON_GPU else 0.0):
     x = jax.random.normal(jax.random.key(0), (2, 20, 2, 16), jnp.float32)
 
     def call(arguments):
