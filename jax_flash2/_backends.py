@@ -61,7 +61,7 @@ def choose(implementation: str | None, facts: dict) -> str:
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than {best!r} would be "
             f"on this GPU: {reasons(facts)[best]}",
-            stacklevel=4,
+            stacklevel=3,
         )
     return chosen
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2 import Blocks, Config
+from pallas_kernels.configs import KERNELS
 
 Arguments = Callable[[np.random.Generator, "Case"], dict[str, Any]]
 
@@ -293,7 +294,7 @@ CASES = [
 ]
 
 SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
-INTERPRETED = Config(*[SMALL_BLOCKS] * 4, interpret=True)
+INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
 # How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.

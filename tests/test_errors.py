@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, attention, explain
+from pallas_kernels.triton import support
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
 from tests.wrong_calls import GOOD, WRONG
@@ -111,6 +113,34 @@ def test_slower_choice_on_a_gpu_is_said():
     x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
     with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*600 is above"):
         lower_for_gpu(attention, x, x, x)
+
+
+def test_slower_choice_is_said_once():
+    """Once for a line of the caller's code, however often it runs."""
+    x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            lower_for_gpu(lambda x: attention(x, x, x), x)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+
+
+def test_gpus_too_old_are_refused(monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 4, 1, 64), jnp.float32)
+    monkeypatch.setattr(support, "capability", lambda: 75)
+    call = functools.partial(attention, implementation="triton")
+    with pytest.raises(ValueError, match=r"compute capability 7\.5 is below 8\.0"):
+        lower_for_gpu(call, x, x, x)
+
+
+def test_views_of_numpy_arrays():
+    """Strides are no matter."""
+    x = np.random.default_rng(0).standard_normal((4, 3, 12, 16), np.float32)
+    view = x.transpose(1, 2, 0, 3)[:, ::-2]
+    np.testing.assert_array_equal(
+        attention(view, view, view), attention(*[jnp.asarray(view.copy())] * 3)
+    )
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])

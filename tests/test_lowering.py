@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
 from pallas_kernels import configs
@@ -92,6 +94,21 @@ def test_more_programs_than_a_grid_axis_holds():
     grid = {axis: int(size) for axis, size in re.findall(r"grid_(.) = (\d+)", text)}
     assert grid["x"] * grid["y"] * grid["z"] == 70_000
     assert max(grid["y"], grid["z"]) <= 65_535
+
+
+def test_lowers_for_several_described_gpus():
+    """Inside `shard_map` no device need be there: each runs the kernels on its part."""
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    kinds = (AxisType.Auto,)
+    mesh = AbstractMesh((4,), ("x",), axis_types=kinds, abstract_device=gpu)
+    call = functools.partial(attention, implementation="triton", is_causal=True)
+    call = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    x = jax.ShapeDtypeStruct((8, 64, 2, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(call).trace(x, x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (x for x in text.splitlines() if "__gpu$xla.gpu.triton" in x)
+    assert "tensor<2x64x2x64xbf16>" in line.split(" : ")[-1]
 
 
 @pytest.mark.parametrize("limit_kib", [99, 163, 227])
