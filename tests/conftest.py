@@ -2,9 +2,9 @@
 
 import os
 
-# Four CPU devices for pmap and sharding; many test processes on one GPU.
+# Eight CPU devices for pmap and sharding; many test processes on one GPU.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -16,7 +16,7 @@ import hypothesis
 # The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
     "default",
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],

@@ -215,7 +215,7 @@ def test_wide_integers_lose_nothing(backend):
         _same({"query_offset": far}, {"query_offset": near}, causal, atol)
         small = np.repeat(np.int64([[0, 1, 2, 0, 1]]), 4, axis=1).repeat(2, axis=0)
         ids = "query_segment_ids"
-        for factor in (2**32, 2**20, 2**32 + 1):
+        for factor in (2**32, 2**32 + 1):
             wide = {ids: jnp.asarray(small * factor)}
             _same(wide, {ids: small.astype(np.int32)}, options)
 

@@ -15,16 +15,16 @@ from tests.cases import BACKENDS
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
 T = 40
-# Query and key/value heads; on two devices: as many, divided, whole, in part.
-GROUPS = [(4, 4), (4, 2), (4, 1), (6, 3)]
+# Query and key/value heads; among four devices: divided, one for two, whole, in part.
+GROUPS = [(8, 4), (8, 2), (8, 1), (12, 3)]
 
 
 def _mesh(kind: AxisType):
-    shape = (2, 2) if jax.device_count() >= 4 else (1, 2)
+    shape = (2, 4) if jax.device_count() >= 8 else (1, 2)
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
 
 
-def _operands(heads=4, kv_heads=2):
+def _operands(heads=8, kv_heads=4):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(2, T, n, 16) for n in (heads, kv_heads, kv_heads)]
     return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
@@ -33,10 +33,10 @@ def _operands(heads=4, kv_heads=2):
 def _arguments():
     rng = np.random.default_rng(0)
     return {
-        "bias": jnp.asarray(rng.standard_normal((1, 4, T, T)), jnp.float32),
+        "bias": jnp.asarray(rng.standard_normal((1, 8, T, T)), jnp.float32),
         "query_segment_ids": jnp.asarray(np.arange(2 * T).reshape(2, T) // 16),
-        "alibi_slopes": jnp.asarray(rng.random(4), jnp.float32),
-        "sinks": jnp.zeros(4),
+        "alibi_slopes": jnp.asarray(rng.random(8), jnp.float32),
+        "sinks": jnp.zeros(8),
         "dropout_rate": 0.2,
         "dropout_rng": jax.random.key(1),
     }
@@ -85,7 +85,7 @@ def test_shard_map_with_its_default_checks(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
     """One key and value for all queries: their gradient is that of every device."""
-    q, k, v = _operands(heads=2)
+    q, k, v = _operands(heads=2, kv_heads=2)
     mesh = _mesh(AxisType.Auto)
 
     def call(q, k, v):
@@ -96,7 +96,7 @@ def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
         return lambda q, k, v: jnp.sum(jnp.cos(function(q, k, v)))
 
     specs = (P(("data", "model")), P(), P())
-    q = jnp.concatenate([q, 2 * q])
+    q = jnp.concatenate([q, 2 * q, -q, q / 2])
     split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=specs[0])
     actual = jax.jit(jax.grad(loss(split), (0, 1, 2)))(q, k[0], v[0])
     _assert_equal(actual, jax.grad(loss(call), (0, 1, 2))(q, k[0], v[0]))
