@@ -212,14 +212,15 @@ def _explicit_mesh_axes(operands: Sequence[Named]) -> dict[str, tuple[str, ...]]
 
 
 def divisible() -> bool:
-    """Whether XLA may divide what is traced: not inside `shard_map`, not on one device.
+    """Whether XLA's partitioner is told how to divide what is traced.
 
-    What it may divide cannot be lowered for devices that are only described
-    (`AbstractMesh`), for its partitioner calls back.
+    Not on one device, nor inside `shard_map`: where that leaves axes automatic, JAX's
+    callback cannot read how they divide an array (XLA then gathers what a kernel
+    takes). What is divisible cannot be lowered for devices that are only described
+    (`AbstractMesh`), for the partitioner calls back.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
-    return mesh.empty or not (mesh.size == 1 or manual)
+    return mesh.empty or (mesh.size > 1 and AxisType.Manual not in mesh.axis_types)
 
 
 @functools.lru_cache

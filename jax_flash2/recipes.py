@@ -202,7 +202,8 @@ what several devices share are communicated.
 
 Key/value heads that the devices do not divide may be whole on all of them. Inputs
 divided along rows are gathered: the result is right, but the devices of a mesh axis
-that divides rows alone all do the same work.
+that divides rows alone all do the same work. So does the GPU's kernel within a
+`shard_map` over some axes, along those left automatic: name all axes there.
 
     >>> y = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
     >>> same(jax.jit(attention)(y, y, y), attention(x, x, x))

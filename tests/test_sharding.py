@@ -194,6 +194,20 @@ def test_automatic_shardings_with_every_feature(backend):
     _assert_equal(compiled(*split), run(*operands))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shard_map_over_some_axes_of_a_mesh(backend):
+    """The other axis stays automatic, whatever divides along it."""
+    run = _with_gradients(backend)
+    mesh = _mesh(AxisType.Auto)
+    spec = P("data")
+    partly = jax.shard_map(
+        run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"}
+    )
+    operands = _operands()
+    split = _split(operands, mesh)
+    _assert_equal(jax.jit(partly)(*split), run(*operands))
+
+
 def test_automatic_shardings_along_rows_are_gathered():
     mesh = _mesh(AxisType.Auto)
     operands = _operands()
