@@ -16,7 +16,7 @@ import hypothesis
 # The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
     "default",
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],

@@ -165,7 +165,7 @@ def specs(draw):
     return AttentionSpec(Score(1.0), tuple(atoms), offset), t, s
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(specs(), blocks, blocks)
 def test_block_ranges_are_sound(made, block_q, block_kv):
     """Nothing is kept outside `need`, everything inside `full`, in both directions."""

@@ -138,7 +138,7 @@ def test_explicit_shardings_with_every_feature():
     ],
 )
 def test_explicit_shardings_that_attention_cannot_keep(specs, message):
-    q, k, _ = _operands()
+    q, k, _ = (jnp.concatenate([x, x]) for x in _operands())
     mesh = _mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         q, k = (
