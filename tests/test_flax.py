@@ -133,3 +133,46 @@ def test_sowing_weights_is_refused():
     layer = linen.MultiHeadAttention(HEADS, attention_fn=flax_attention)
     with pytest.raises(ValueError, match=r"sow_weights=True.*never makes the weights"):
         layer.init_with_output(jax.random.key(0), x(), sow_weights=True)
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_dtype_and_precision_of_layers(module):
+    """What a layer is told reaches the attention: its results are Flax's."""
+
+    def run(**options):
+        if module == "linen":
+            layer = linen.MultiHeadAttention(HEADS, **options)
+            return layer.init_with_output(jax.random.key(0), x())[0]
+        sizes = {"num_heads": HEADS, "in_features": WIDTH, "decode": False}
+        return nnx.MultiHeadAttention(**sizes, **options, rngs=nnx.Rngs(0))(x())
+
+    seen = []
+
+    @functools.wraps(flax_attention)  # linen reads the signature
+    def function(*arguments, **options):
+        seen.append((arguments[0].dtype, options.get("precision")))
+        return flax_attention(*arguments, **options)
+
+    half = {"dtype": jnp.bfloat16}
+    assert run(attention_fn=function, **half).dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        *(np.float32(x) for x in (run(attention_fn=function, **half), run(**half))),
+        rtol=0,
+        atol=2e-2,
+    )
+    exact = {"precision": jax.lax.Precision.HIGHEST}
+    np.testing.assert_allclose(
+        run(attention_fn=function, **exact), run(**exact), rtol=0, atol=1e-5
+    )
+    assert (jnp.bfloat16, None) in seen
+    assert (jnp.float32, jax.lax.Precision.HIGHEST) in seen
+
+
+def test_nnx_decoding_with_a_cache():
+    sizes = {"num_heads": HEADS, "in_features": WIDTH, "attention_fn": flax_attention}
+    layer = nnx.MultiHeadAttention(**sizes, decode=False, rngs=nnx.Rngs(0))
+    decoder = nnx.MultiHeadAttention(**sizes, decode=True, rngs=nnx.Rngs(0))
+    whole = layer(x(), is_causal=True)
+    decoder.init_cache(x().shape)
+    for i in range(T):
+        assert_close(decoder(x()[:, i : i + 1])[:, 0], whole[:, i])
