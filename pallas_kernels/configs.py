@@ -65,8 +65,8 @@ class Config:
 
     Attributes:
       forward: blocks of the forward kernel.
-      dkv: blocks of the kernel for the gradients of key and value.
-      dk, dv: of the kernels for one of them each, that heads above 128 take.
+      dkv: blocks of the kernels for the gradients of key and value.
+      dk, dv: of those for one of them each, that heads above 128 take; None: `dkv`.
       dq: blocks of the kernel for the gradient of query.
       operand: blocks of the kernel for the gradient of a bias or of ALiBi's slopes.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
@@ -255,6 +255,8 @@ def choose(
       gpu: kind of the device, for its table.
     """
     chosen = getattr(config, kernel, None)
+    if chosen is None and kernel in ("dk", "dv"):
+        chosen = getattr(config, "dkv", None)
     if chosen is not None:
         return chosen
     candidates = _candidates(kernel, heads, itemsize, kind, gpu)

@@ -183,6 +183,10 @@ def test_the_callers_blocks_are_taken():
     options = {"rows": (99, 99), "heads": (64, 64), "itemsize": 2, "limit": 99 << 10}
     assert configs.choose("dq", config, **options) is wanted
     assert configs.choose("dkv", config, **options) is not wanted
+    both = configs.Config(dkv=wanted, dv=configs.Blocks(16, 16, 4, 1))
+    options["heads"] = (256, 256)
+    assert configs.choose("dk", both, **options) is wanted
+    assert configs.choose("dv", both, **options) is both.dv
 
 
 def test_static_masks_add_no_operands():

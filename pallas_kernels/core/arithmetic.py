@@ -12,7 +12,7 @@ import jax.numpy as jnp
 def wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The upper and the lower 32 bits of a product of uint32.
 
-    From products of 16 bits: `lax.mulhi` has no lowering for a mesh (JAX 0.10 to 0.12).
+    From products of 16 bits: `lax.mulhi` does not compile on a mesh (JAX 0.12.0.1).
     """
     low, half = jnp.uint32(0xFFFF), jnp.uint32(16)
     a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
