@@ -76,9 +76,15 @@ def problems(regime: str, head_size: int) -> list[Problem]:
     if regime == "few":
         cases = [(2, True), (4, False), (8, True)]
         return [Problem(shape(_TOKENS, x, heads=n, batch=1)) for n, x in cases]
+    if regime == "long":
+        return [
+            Problem(shape(8192)),
+            *(Problem(shape(_TOKENS, x)) for x in (True, False)),
+        ]
     if regime == "short":
         return [
             Problem(shape(8192), arrays={"query_segment_ids": rows}),
+            Problem(shape(8192), arrays={"query_segment_ids": jnp.zeros_like(rows)}),
             Problem(shape(8192), {"local_window_size": (1023, None)}),
         ]
     if regime == "heavy":

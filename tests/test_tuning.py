@@ -47,7 +47,9 @@ def _warps_and_grid(batch, length, heads, **arguments):
 @pytest.mark.parametrize(
     ("shape", "arguments", "regime"),
     [
-        ((2, 8192, 16), {}, "plain"),
+        ((4, 4096, 16), {}, "plain"),
+        ((1, 16384, 16), {}, "long"),
+        ((2, 8192, 16), {"key_value_seq_lengths": jnp.full(2, 8000)}, "plain"),
         ((1, 16384, 2), {}, "few"),
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import configs
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
-from pallas_kernels.core.mask import SegmentIds
+from pallas_kernels.core.mask import SegmentIds, Window
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.backward import dkv, dq
@@ -75,7 +75,11 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
         return "short"
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / support.multiprocessors()
-    return "plain" if programs > 8 else "few" if programs > 1 else "single"
+    if programs <= 8:
+        return "few" if programs > 1 else "single"
+    static = all(isinstance(atom, Window) for atom in spec.masks)
+    static = static and spec.traced_offset is None
+    return "long" if static and size["s"] >= 8192 else "plain"
 
 
 def _padded_heads(operands) -> tuple[int, int]:
