@@ -349,8 +349,9 @@ def block_table(relations: list[Relation], along: str, size: int) -> Range:
     need_lo = jnp.min(jnp.where(some, index, size), axis=-1)
     need_hi = jnp.max(jnp.where(some, index + 1, 0), axis=-1)
     full_lo = jnp.min(jnp.where(every, index, size), axis=-1)
-    ends = ~every & (index >= full_lo[..., None])
-    full_hi = jnp.min(jnp.where(ends, index, size), axis=-1)
+    # Where the first run ends: no bound waits for another, so that one kernel has all.
+    before = jnp.pad(every[..., :-1], [(0, 0)] * (every.ndim - 1) + [(1, 0)])
+    full_hi = jnp.min(jnp.where(before & ~every, index, size), axis=-1)
     table = Range(need_lo, full_lo, full_hi, need_hi) & everything(0, size)
     # An axis of size 1 is one that every relation broadcasts over.
     kept = (*batch, None if shape[-2] == 1 else other)

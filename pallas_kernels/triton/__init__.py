@@ -78,7 +78,7 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
     if programs <= 8:
         return "few" if programs > 1 else "single"
     static = all(isinstance(atom, Window) for atom in spec.masks)
-    static = static and spec.traced_offset is None
+    static = static and spec.traced_offset is None and spec.score.soft_cap is None
     return "long" if static and size["s"] >= 8192 else "plain"
 
 
