@@ -122,15 +122,10 @@ class _Plan:
         Returns:
           A `Range` of integers, or of int32 arrays with one entry a block.
         """
-        spec = spec.with_tables(
-            self.block_q, self.block_kv, self.size["t"], self.size["s"]
-        )
-        other = "i" if along == "j" else "j"
-        unused = "q_table" if along == "j" else "kv_table"
-        spec = dataclasses.replace(spec.for_ranges(), **{unused: None})
-        axes = (*self.batch, "n", other)
-        spec = jax.tree.map(lambda leaf: leaf.to(axes), spec)
         t, s = self.size["t"], self.size["s"]
+        spec = spec.with_table(along, self.block_q, self.block_kv, t, s)
+        axes = (*self.batch, "n", "i" if along == "j" else "j")
+        spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
         if along == "j":
             lo = jnp.arange(self.num_q, dtype=jnp.int32) * self.block_q
             hi = jnp.minimum(lo + self.block_q, t)

@@ -182,7 +182,6 @@ def _check_soundness(made, block_q, block_kv):
         return np.asarray(leaf.to(("t", "s")))
 
     dense = keep(jax.tree.map(loaded, spec).masks, t, s, spec.offset)
-    spec = spec.with_tables(block_q, block_kv, t, s)
 
     def table_at(table, index):
         def at(leaf):
@@ -190,15 +189,15 @@ def _check_soundness(made, block_q, block_kv):
 
         return None if table is None else Range(*map(at, table))
 
-    for rows, size, block, other, other_block, method in (
-        (dense, t, block_q, s, block_kv, "kv_blocks"),
-        (dense.T, s, block_kv, t, block_q, "q_blocks"),
+    for rows, size, block, other, other_block, method, along in (
+        (dense, t, block_q, s, block_kv, "kv_blocks", "j"),
+        (dense.T, s, block_kv, t, block_q, "q_blocks", "i"),
     ):
+        tabled = spec.with_table(along, block_q, block_kv, t, s)
         for index in range(-(-size // block)):
             lo, hi = index * block, min((index + 1) * block, size)
-            name = "kv_table" if method == "kv_blocks" else "q_table"
-            here = {name: table_at(getattr(spec, name), index)}
-            at = AttentionSpec(spec.score, spec.masks, spec.offset, **here)
+            table = table_at(tabled.table, index)
+            at = AttentionSpec(spec.score, spec.masks, spec.offset, table=table)
             found = getattr(at, method)(lo, hi, other, other_block)
             need_lo, full_lo, full_hi, need_hi = map(int, found)
             assert 0 <= need_lo <= full_lo <= full_hi <= need_hi

@@ -33,8 +33,8 @@ class AttentionSpec:
       traced_offset: int32 scalar added to it, or None.
       sink: a logit for each head that joins the softmax, or None.
       dropout: of the probabilities, or None.
-      kv_table: for each query block, the `Range` of key blocks that the data-dependent
-        atoms allow (None without any); `q_table` is its twin for key blocks.
+      table: for each query block, the `Range` of key blocks that the data-dependent
+        atoms allow, or the same for key blocks (`with_table`); None without any.
     """
 
     score: Score
@@ -43,8 +43,7 @@ class AttentionSpec:
     traced_offset: Any = None
     sink: Any = None
     dropout: Dropout | None = None
-    kv_table: Range | None = None
-    q_table: Range | None = None
+    table: Range | None = None
 
     @property
     def start(self):
@@ -118,30 +117,36 @@ class AttentionSpec:
             tuple(a for a in self.masks if not isinstance(a, DataDependent)),
             self.offset,
             self.traced_offset,
-            kv_table=self.kv_table,
-            q_table=self.q_table,
+            table=self.table,
         )
 
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
-        return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv, self.kv_table)
+        return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
 
     def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Range:
         """The range of query blocks that look at the key rows [kv_lo, kv_hi)."""
-        return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q, self.q_table)
+        return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q)
 
-    def _blocks(self, method, lo, hi, size: int, block: int, table) -> Range:
+    def _blocks(self, method, lo, hi, size: int, block: int) -> Range:
         rows = mask_lib.everything(0, size)
         for atom in self.masks:
             if not isinstance(atom, DataDependent):
                 rows = rows & getattr(atom, method)(lo, hi, self.start, size)
         blocks = rows.blocks(block, size)
-        return blocks if table is None else blocks & table
+        return blocks if self.table is None else blocks & self.table
 
-    def with_tables(
-        self, block_q: int, block_kv: int, q_size: int, kv_size: int
+    def with_table(
+        self, along: str, block_q: int, block_kv: int, q_size: int, kv_size: int
     ) -> AttentionSpec:
-        """Adds the block tables of the data-dependent atoms (fields hold `Named`)."""
+        """Adds the block table of the data-dependent atoms (fields hold `Named`).
+
+        Args:
+          along: what is looped over, blocks of keys (`j`) or of queries (`i`): then the
+            table is for `kv_blocks`, or for `q_blocks`.
+          block_q, block_kv: block sizes.
+          q_size, kv_size: rows.
+        """
         relations = [
             atom.block_relation(block_q, block_kv)
             for atom in self.masks
@@ -149,11 +154,9 @@ class AttentionSpec:
         ]
         if not relations:
             return self
-        return dataclasses.replace(
-            self,
-            kv_table=mask_lib.block_table(relations, "j", -(-kv_size // block_kv)),
-            q_table=mask_lib.block_table(relations, "i", -(-q_size // block_q)),
-        )
+        blocks = -(-kv_size // block_kv) if along == "j" else -(-q_size // block_q)
+        table = mask_lib.block_table(relations, along, blocks)
+        return dataclasses.replace(self, table=table)
 
 
 def sink_gradient(sink: Named, lse: Named, delta: Named) -> Named:

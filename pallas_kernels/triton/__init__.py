@@ -113,10 +113,25 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 
 
-def _run(kernel, name: str, q, k, v, spec: AttentionSpec, *rest, config, precision):
+def _run(
+    kernel,
+    name: str,
+    *operands,
+    along: str = "j",
+    config: configs.Config | None,
+    precision,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel whose programs loop over blocks of keys (`along` "j") or queries.
+
+    Args:
+      kernel: of `forward` or `backward`.
+      name: one of `configs.KERNELS`.
+      operands: of the kernel; q, k, v and spec first.
+    """
+    q, k, v, spec, *rest = operands
     launch = _launch(name, config, precision, [q, k, v], spec)
     blocks, size = launch.blocks, sizes([q, k])
-    spec = spec.with_tables(blocks.block_q, blocks.block_kv, size["t"], size["s"])
+    spec = spec.with_table(along, blocks.block_q, blocks.block_kv, size["t"], size["s"])
     return kernel(q, k, v, spec, *rest, launch=launch)
 
 
@@ -169,10 +184,12 @@ def backward(
     grad_kv = dict(zip(("dk", "dv"), outputs[1:3], strict=True))
     structs, gradients = iter(outputs[3:]), [grad_q]
     if "dkv" in configs.kernels(_padded_heads([q, v])):
-        gradients += _run(dkv, "dkv", q, k, v, spec, saved, grad_kv, **options)
+        passes = {"dkv": grad_kv}
     else:
-        for name, out in grad_kv.items():
-            gradients += _run(dkv, name, q, k, v, spec, saved, {name: out}, **options)
+        passes = {name: {name: out} for name, out in grad_kv.items()}
+    for name, out in passes.items():
+        by_keys = {"along": "i", **options}
+        gradients += _run(dkv, name, q, k, v, spec, saved, out, **by_keys)
     for field in spec.score.operands:
         gradients.append(
             _operand_gradient(q, k, v, spec, saved, next(structs), field, options)
@@ -198,5 +215,6 @@ def _operand_gradient(q, k, v, spec, saved, out: Named, field: str, options):
     dtype = out.dtype if len(rows) == 2 else jnp.float32
     result = Named(jax.ShapeDtypeStruct([size[a] for a in axes], dtype), axes)
     kernel = functools.partial(operand_kernel, field=field, looped=looped)
+    options = {"along": "i" if rows == ("s",) else "j", **options}
     (total,) = _run(kernel, "operand", q, k, v, spec, saved, (result,), **options)
     return summed_to(Named(total, axes), out.axes).astype(out.dtype)
