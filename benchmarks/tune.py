@@ -42,6 +42,7 @@ _TABLES_DIR = flags.DEFINE_string("tables_dir", str(configs.TUNING), "Of the tab
 _RESULTS_DIR, _COMMIT = options.files()
 
 _TOKENS, _HIDDEN = 16384, 2048
+_REGISTERS = 65536  # of a multiprocessor
 # New blocks must be this much faster than those in the table to take their place.
 _MARGIN = 0.99
 # Blocks this much slower than the fastest on the first shape are not tried on others.
@@ -146,6 +147,11 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
             continue
         if need <= limit and 64 <= each <= 200 and large <= own * other <= 2**14:
             found.append(blocks)
+            # Registers for as many programs as shared memory has room for.
+            programs = (limit + 1024) // (need + 1024)
+            most = _REGISTERS // (32 * blocks.num_warps * programs) // 8 * 8
+            if each + 24 <= most <= 248:
+                found.append(dataclasses.replace(blocks, max_registers=most))
     return list(dict.fromkeys(found))
 
 
@@ -235,13 +241,18 @@ def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: 
         timings, failures = _time(problem, kernel, blocks, rounds)
         for b in blocks:
             row = {"shape": asdict(problem.shape), "pass": kernel, "peer": regime}
-            row |= {"feature": list(dataclasses.astuple(b)), "failure": failures.get(b)}
+            row |= {"feature": _numbers(b), "failure": failures.get(b)}
             row |= {"arguments": [*problem.static, *problem.arrays]}
             row |= timings[b].row() if b in timings else {}
             yield run.write(row)
         seconds = {b: timings[b].row()["seconds"] for b in timings}
         limit = _SLOW * min(seconds.values())
         blocks = [b for b in blocks if b == blocks[0] or seconds.get(b, limit) < limit]
+
+
+def _numbers(blocks: Blocks) -> list[int]:
+    """As in a table: without a bound on registers where there is none."""
+    return [n for n in dataclasses.astuple(blocks) if n is not None]
 
 
 def best(rows: Iterable[dict]) -> dict[tuple[str, int, str], list[int]]:

@@ -28,6 +28,7 @@ SHARED_MEMORY = {
     121: 99 << 10,
 }
 SMALLEST_SHARED_MEMORY = 99 << 10
+_REGISTERS = range(24, 256, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +40,16 @@ class Blocks:
       block_kv: key rows of a block, a power of two from 16.
       num_warps: warps of 32 threads that share a block: 1, 2, 4, 8 or 16.
       num_stages: depth of the software pipeline of the loads, from 1.
+      max_registers: of a thread, a multiple of 8 from 24 to 248; None leaves them to
+        the compiler. With fewer more programs share a multiprocessor, which has 65,536
+        for all of their threads; with too few values spill to memory.
     """
 
     block_q: int
     block_kv: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     def __post_init__(self):
         for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
@@ -57,6 +62,12 @@ class Blocks:
             raise ValueError(f"num_warps must be at most 16, got {self.num_warps}")
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
             raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
+        most = self.max_registers
+        if most is not None and (not isinstance(most, int) or most not in _REGISTERS):
+            raise ValueError(
+                "max_registers must be None or a multiple of 8 from 24 to 248, "
+                f"got {most!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,9 @@ def test_many_distinct_wrong_calls():
         ((64, 64, 32, 1), ["num_warps", "16", "32"]),
         ((64, 64, 4, 0), ["num_stages", "0"]),
         ((64.0, 64, 4, 1), ["block_q", "64.0"]),
+        ((64, 64, 4, 1, 100), ["max_registers", "multiple of 8", "100"]),
+        ((64, 64, 4, 1, 256), ["max_registers", "248", "256"]),
+        ((64, 64, 4, 1, "no"), ["max_registers", "'no'"]),
     ],
 )
 def test_wrong_blocks(arguments, words):

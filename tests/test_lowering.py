@@ -189,6 +189,33 @@ def test_the_callers_blocks_are_taken():
     assert configs.choose("dv", both, **options) is both.dv
 
 
+@pytest.mark.parametrize("most", [None, 128])
+def test_a_bound_on_registers_reaches_every_kernel(most):
+    blocks = configs.Blocks(64, 64, 4, 2, most)
+    config = configs.Config(**dict.fromkeys(configs.KERNELS, blocks))
+    case = by_name("bias_shared")
+    run, shapes = forward_and_backward(case, jnp.bfloat16, config=config)
+    text = lower_for_gpu(run, *shapes)
+    kernels = text.count("__gpu$xla.gpu.triton")
+    assert text.count("ttg.maxnreg") == (kernels if most else 0)
+
+
+def test_a_bound_on_registers_changes_no_bit():
+    """Interpreted, where there are none; their number is a tuner's matter on a GPU."""
+    x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16))
+
+    def run(**bound):
+        blocks = configs.Blocks(16, 16, 4, 1, **bound)
+        every = dict.fromkeys(configs.KERNELS, blocks)
+        options = {"config": configs.Config(**every, interpret=True)}
+        return jax.vjp(functools.partial(attention, **options), x, x, x)
+
+    (plain, plain_vjp), (bounded, bounded_vjp) = run(), run(max_registers=64)
+    np.testing.assert_array_equal(plain, bounded)
+    for a, b in zip(plain_vjp(plain), bounded_vjp(plain), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_static_masks_add_no_operands():
     """Causal and window masks are evaluated in the kernel from its row numbers."""
     case = by_name("window_causal")

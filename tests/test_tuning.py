@@ -59,7 +59,7 @@ def _warps_and_grid(batch, length, heads, **arguments):
 )
 def test_a_call_takes_the_blocks_of_its_regime(shape, arguments, regime):
     tuned = configs.table(H200)["forward"]["128"]
-    rows, _, warps, _ = tuned.get(regime, tuned["plain"])
+    rows, _, warps, *_ = tuned.get(regime, tuned["plain"])
     assert _warps_and_grid(*shape, **arguments) == (warps, shape[1] // rows)
 
 

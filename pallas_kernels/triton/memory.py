@@ -21,6 +21,7 @@ from pallas_kernels.configs import Blocks, padded
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 from pallas_kernels.triton import support
+from pallas_kernels.triton.registers import with_registers
 
 # Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1).
 MOST_ELEMENTS = 2**31
@@ -174,6 +175,7 @@ class Layout:
         size = sizes(operands)
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        self.max_registers = blocks.max_registers
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
         self.num_blocks = {a: pl.cdiv(size[a], self.rows[a]) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share
@@ -185,6 +187,12 @@ class Layout:
         self.grid = (*self.num_blocks.values(), *(size[name] for name in names))
         self.heads = heads
         self.looped = {name: size[name] for name in looped}
+
+    def program_ids(self) -> dict[str, jax.Array]:
+        """The number of this program's block of `t`, `s` or both."""
+        ids = {name: pl.program_id(axis) for axis, name in enumerate(self.num_blocks)}
+        first = next(iter(ids))
+        return ids | {first: with_registers(ids[first], self.max_registers)}
 
     def rows_at(self, name: str, start, limit=None) -> Rows:
         """The block of `t` or `s` that starts at `start`.

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.core.mask import Range, everything
 from pallas_kernels.core.pairs import Pairs
@@ -30,7 +29,7 @@ def query_program(
       program's block lies, and the range of key blocks that it needs.
     """
     block = layout.rows["t"]
-    i = pl.program_id(0)
+    i = layout.program_ids()["t"]
     if any(getattr(atom, "right", None) is not None for atom in spec.masks):
         # Under a causal mask the last rows have the most keys: they start first.
         i = layout.num_blocks["t"] - 1 - i
@@ -47,7 +46,7 @@ def query_program(
 
 def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Where]:
     """The start of a program that owns a block of key rows: as `query_program`."""
-    j = pl.program_id(0)
+    j = layout.program_ids()["s"]
     where: Where = {"j": j}
     spec = load_tree(spec, ("s", "t"), where)
     start = j * layout.rows["s"]
@@ -78,7 +77,7 @@ def tile_program(
     """
     own = tuple(layout.num_blocks)
     names = {"t": "i", "s": "j"}
-    where: Where = {names[a]: pl.program_id(axis) for axis, a in enumerate(own)}
+    where: Where = {names[a]: block for a, block in layout.program_ids().items()}
     result: Where = {
         a: layout.rows_at(a, where[names[a]] * layout.rows[a]) for a in own
     }
