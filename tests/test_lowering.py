@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
 from pallas_kernels import configs
+from pallas_kernels.triton import registers
 from tests.cases import CASES, by_name
 from tests.lowering import lower_for_gpu
 
@@ -198,6 +199,17 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
     text = lower_for_gpu(run, *shapes)
     kernels = text.count("__gpu$xla.gpu.triton")
     assert text.count("ttg.maxnreg") == (kernels if most else 0)
+
+
+def test_kernels_lower_without_the_private_name(monkeypatch):
+    monkeypatch.setattr(registers, "register_lowering", None)
+    config = configs.Config(forward=configs.Blocks(64, 64, 4, 2, 128))
+    run, shapes = forward_and_backward(by_name("plain"), jnp.bfloat16, config=config)
+    jax.clear_caches()
+    text = lower_for_gpu(run, *shapes)
+    assert "flash2_forward" in text
+    assert "ttg.maxnreg" not in text
+    jax.clear_caches()
 
 
 def test_a_bound_on_registers_changes_no_bit():

@@ -10,10 +10,14 @@ while it is lowered.
 from __future__ import annotations
 
 import jax
-from jax._src.pallas.triton.lowering import register_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
+
+try:
+    from jax._src.pallas.triton.lowering import register_lowering
+except ImportError:  # a private name: without it kernels are as right, and less fast
+    register_lowering = None
 
 _ATTRIBUTE = "ttg.maxnreg"
 
@@ -22,7 +26,6 @@ _with_registers.def_abstract_eval(lambda x, *, most: x)
 mlir.register_lowering(_with_registers, lambda ctx, x, *, most: [x])  # interpreted
 
 
-@register_lowering(_with_registers)
 def _lower(ctx, x: ir.Value, *, most: int) -> ir.Value:
     del ctx
     module = ir.InsertionPoint.current.block.owner
@@ -33,6 +36,12 @@ def _lower(ctx, x: ir.Value, *, most: int) -> ir.Value:
     return x
 
 
+if register_lowering is not None:
+    register_lowering(_with_registers)(_lower)
+
+
 def with_registers(x: jax.Array, most: int | None) -> jax.Array:
     """The scalar x, in a kernel whose threads use at most so many registers."""
-    return x if most is None else _with_registers.bind(x, most=most)
+    if most is None or register_lowering is None:
+        return x
+    return _with_registers.bind(x, most=most)
