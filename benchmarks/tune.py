@@ -147,7 +147,8 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
             continue
         if need <= limit and 64 <= each <= 200 and large <= own * other <= 2**14:
             found.append(blocks)
-            # Registers for as many programs as shared memory has room for.
+            # Registers for as many programs as shared memory has room for: it is 1 KiB
+            # larger than a program may use, and each takes 1 KiB more than it uses.
             programs = (limit + 1024) // (need + 1024)
             most = _REGISTERS // (32 * blocks.num_warps * programs) // 8 * 8
             if each + 24 <= most <= 248:

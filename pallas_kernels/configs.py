@@ -28,7 +28,7 @@ SHARED_MEMORY = {
     121: 99 << 10,
 }
 SMALLEST_SHARED_MEMORY = 99 << 10
-_REGISTERS = range(24, 256, 8)
+_REGISTER_BOUNDS = range(24, 256, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Blocks:
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
             raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
         most = self.max_registers
-        if most is not None and (not isinstance(most, int) or most not in _REGISTERS):
+        if most is not None and (
+            not isinstance(most, int) or most not in _REGISTER_BOUNDS
+        ):
             raise ValueError(
                 "max_registers must be None or a multiple of 8 from 24 to 248, "
                 f"got {most!r}"

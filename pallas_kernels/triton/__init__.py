@@ -116,7 +116,11 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
 def _run(
     kernel,
     name: str,
-    *operands,
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    *rest,
     along: str = "j",
     config: configs.Config | None,
     precision,
@@ -124,11 +128,9 @@ def _run(
     """Runs a kernel whose programs loop over blocks of keys (`along` "j") or queries.
 
     Args:
-      kernel: of `forward` or `backward`.
+      kernel: of `forward` or `backward`; `rest` are its operands after the spec.
       name: one of `configs.KERNELS`.
-      operands: of the kernel; q, k, v and spec first.
     """
-    q, k, v, spec, *rest = operands
     launch = _launch(name, config, precision, [q, k, v], spec)
     blocks, size = launch.blocks, sizes([q, k])
     spec = spec.with_table(along, blocks.block_q, blocks.block_kv, size["t"], size["s"])
@@ -188,8 +190,7 @@ def backward(
     else:
         passes = {name: {name: out} for name, out in grad_kv.items()}
     for name, out in passes.items():
-        by_keys = {"along": "i", **options}
-        gradients += _run(dkv, name, q, k, v, spec, saved, out, **by_keys)
+        gradients += _run(dkv, name, q, k, v, spec, saved, out, along="i", **options)
     for field in spec.score.operands:
         gradients.append(
             _operand_gradient(q, k, v, spec, saved, next(structs), field, options)
