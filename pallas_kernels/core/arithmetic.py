@@ -21,15 +21,22 @@ def wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a1 * b1 + (middle >> half) + (carry >> half), a * b
 
 
+def exp2(x: jax.Array, scale: float, shift) -> jax.Array:
+    """2 ** (scale * x - shift); shift, a number or an array, broadcasts against x."""
+    return jnp.exp2(x * scale - shift)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How a backend computes; by default, as JAX does.
 
     Attributes:
+      exp2: of a scaled and shifted block.
       tanh: the hyperbolic tangent, as accurate as the scores it is taken of.
       wide_product: upper and lower half of a product of uint32.
     """
 
+    exp2: Callable = exp2
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product
 

@@ -33,6 +33,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -56,7 +58,13 @@ def init(
     return State(m, jnp.zeros((rows,), dtype), jnp.zeros((rows, head_size), dtype))
 
 
-def step(state: State, x: jax.Array, unit: float, product: Callable) -> State:
+def step(
+    state: State,
+    x: jax.Array,
+    unit: float,
+    product: Callable,
+    arithmetic: Arithmetic = PLAIN,
+) -> State:
     """Takes in one block of keys and values.
 
     Args:
@@ -64,16 +72,17 @@ def step(state: State, x: jax.Array, unit: float, product: Callable) -> State:
       x: [rows, keys] scores / unit; -inf where masked.
       unit: positive constant.
       product: the matrix product `p -> p @ v` with this block's values.
+      arithmetic: the backend's.
     """
-    scale = unit * LOG2_E
+    scale, exp2 = unit * LOG2_E, arithmetic.exp2
     if state.m is None:
-        p = jnp.exp2(x * scale)
+        p = exp2(x, scale, 0.0)
         return State(None, state.l + jnp.sum(p, axis=1), state.acc + product(p))
     m = jnp.maximum(state.m, jnp.max(x, axis=1) * scale)
     # A row that has kept nothing yet has m = -inf, and -inf - -inf would be NaN.
     shift = jnp.where(m == -jnp.inf, 0.0, m)
-    alpha = jnp.exp2(state.m - shift)
-    p = jnp.exp2(x * scale - shift[:, None])
+    alpha = exp2(state.m, 1.0, shift)
+    p = exp2(x, scale, shift[:, None])
     l = state.l * alpha + jnp.sum(p, axis=1)
     acc = state.acc * alpha[:, None] + product(p)
     return State(m, l, acc)
@@ -128,9 +137,11 @@ def lse_log2(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == -jnp.inf, 0.0, lse * LOG2_E)
 
 
-def probabilities(x: jax.Array, unit: float, lse_log2: jax.Array) -> jax.Array:
+def probabilities(
+    x: jax.Array, unit: float, lse_log2: jax.Array, arithmetic: Arithmetic = PLAIN
+) -> jax.Array:
     """The softmax of a block, from the saved log-sum-exp (broadcast against x)."""
-    return jnp.exp2(x * (unit * LOG2_E) - lse_log2)
+    return arithmetic.exp2(x, unit * LOG2_E, lse_log2)
 
 
 def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:

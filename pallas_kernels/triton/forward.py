@@ -57,7 +57,7 @@ def forward(
                 p = pairs.drop(p).astype(v.dtype)
                 return flash2.dot(p, v_block, "nn", launch.precision)
 
-            return flash2.step(state, x, unit, product)
+            return flash2.step(state, x, unit, product, launch.arithmetic)
 
         bounded = spec.score.bounded(v.dtype)
         state = flash2.init(launch.blocks.block_q, where["d"].size, bounded=bounded)

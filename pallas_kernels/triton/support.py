@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -133,7 +134,25 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
         return Arithmetic()
     # The approximate tanh is off by 2^-11: less than the rounding of bfloat16.
     tanh = jnp.tanh if dtype == jnp.float32 else plgpu.approx_tanh
-    return Arithmetic(tanh=tanh, wide_product=_wide_product)
+    return Arithmetic(exp2=_exp2, tanh=tanh, wide_product=_wide_product)
+
+
+def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
+    """In two instructions, which XLA would make of seven.
+
+    It neither joins a multiplication to a subtraction nor lets results below the normal
+    numbers be 0, which costs a comparison and two multiplications for each.
+    """
+    scale = np.float32(scale).view(np.uint32)
+    (result,) = plgpu.elementwise_inline_asm(
+        "{.reg .f32 e; neg.f32 e, $2; "
+        f"fma.rn.ftz.f32 e, $1, 0f{scale:08X}, e; ex2.approx.ftz.f32 $0, e;}}",
+        args=[x, jnp.broadcast_to(jnp.asarray(shift, x.dtype), x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
 
 
 def _wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
