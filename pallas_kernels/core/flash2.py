@@ -134,7 +134,7 @@ def lse_log2(lse: jax.Array) -> jax.Array:
 
     There every x is -inf, so that any finite value gives p = 0.
     """
-    return jnp.where(lse == -jnp.inf, 0.0, lse * LOG2_E)
+    return jnp.maximum(lse * LOG2_E, jnp.finfo(lse.dtype).min)
 
 
 def probabilities(
