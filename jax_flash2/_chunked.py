@@ -234,8 +234,7 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
 
                 return flash2.step(state, x, unit, product)
 
-            bounded = spec.score.bounded(v.dtype)
-            state = flash2.init(plan.block_q, v.shape[1], dtype, bounded=bounded)
+            state = flash2.init(plan.block_q, v.shape[1], dtype)
             state = _at(ranges, i).fold(visit, state)
             sink = None if spec.sink is None else spec.sink.value
             o, lse = flash2.finish(state, sink)

@@ -8,6 +8,10 @@ each, keys and values are visited block by block, and three values per row carry
     acc  running sum of exp(score - m) * value, *unscaled*: it is divided by l once, at
          the end, not at every step (fewer non-matmul FLOPs: the paper's first tweak)
 
+The maximum is there to keep numbers in range, and any m near it does: what the first
+blocks of a row found serves for the others, with no maximum and no scaling of acc
+(`accumulate`), as long as the sums say so at the end.
+
 Only the log-sum-exp `lse = m + log(l)` is kept for the backward pass (its second).
 
 Backward (section 3.1.2, algorithm 2). With p = exp(s - lse) recomputed,
@@ -40,21 +44,16 @@ LN_2 = math.log(2.0)
 
 
 class State(NamedTuple):
-    """What a block of query rows carries along the keys (m in units of log2).
+    """What a block of query rows carries along the keys (m in units of log2)."""
 
-    Without m (None), exp(score) is itself summed: for scores too small to overflow.
-    """
-
-    m: jax.Array | None  # [rows]
+    m: jax.Array  # [rows]
     l: jax.Array  # [rows]
     acc: jax.Array  # [rows, value head size]
 
 
-def init(
-    rows: int, head_size: int, dtype=jnp.float32, *, bounded: bool = False
-) -> State:
-    """The state before any key has been seen; `bounded` scores need no maximum."""
-    m = None if bounded else jnp.full((rows,), -jnp.inf, dtype)
+def init(rows: int, head_size: int, dtype=jnp.float32) -> State:
+    """The state before any key has been seen."""
+    m = jnp.full((rows,), -jnp.inf, dtype)
     return State(m, jnp.zeros((rows,), dtype), jnp.zeros((rows, head_size), dtype))
 
 
@@ -74,18 +73,43 @@ def step(
       product: the matrix product `p -> p @ v` with this block's values.
       arithmetic: the backend's.
     """
-    scale, exp2 = unit * LOG2_E, arithmetic.exp2
-    if state.m is None:
-        p = exp2(x, scale, 0.0)
-        return State(None, state.l + jnp.sum(p, axis=1), state.acc + product(p))
-    m = jnp.maximum(state.m, jnp.max(x, axis=1) * scale)
-    # A row that has kept nothing yet has m = -inf, and -inf - -inf would be NaN.
-    shift = jnp.where(m == -jnp.inf, 0.0, m)
-    alpha = exp2(state.m, 1.0, shift)
-    p = exp2(x, scale, shift[:, None])
-    l = state.l * alpha + jnp.sum(p, axis=1)
-    acc = state.acc * alpha[:, None] + product(p)
-    return State(m, l, acc)
+    m, l, acc = state
+    top = jnp.maximum(m, jnp.max(x, axis=1) * (unit * LOG2_E))
+    alpha = arithmetic.exp2(m, 1.0, _finite(top))
+    state = State(top, l * alpha, acc * alpha[:, None])
+    return accumulate(state, x, unit, product, arithmetic)
+
+
+def accumulate(
+    state: State,
+    x: jax.Array,
+    unit: float,
+    product: Callable,
+    arithmetic: Arithmetic = PLAIN,
+) -> State:
+    """`step` with m as it is: no maximum is taken and nothing is scaled again.
+
+    As exact, for any m, while the sums stay within the range of numbers (`in_range`):
+    what steps over other blocks found is a good m. No step may follow.
+    """
+    m, l, acc = state
+    p = arithmetic.exp2(x, unit * LOG2_E, _finite(m)[:, None])
+    return State(m, l + jnp.sum(p, axis=1), acc + product(p))
+
+
+def in_range(state: State, dtype) -> jax.Array:
+    """[rows], whether `accumulate` lost nothing of products in `dtype`.
+
+    Steps alone give an l of at least 1. The upper limit leaves room in float32 for
+    values of up to 2**87; no element of p is larger than l.
+    """
+    limit = min(2.0**40, float(jnp.finfo(dtype).max) / 2)
+    return (state.l >= 0.5) & (state.l <= limit)
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """m, or 0 where nothing has been kept: -inf - -inf would be NaN."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
@@ -98,8 +122,7 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
       sink: a logit that joins every row's softmax, without a value; or None.
     """
     m, l, acc = state
-    m = jnp.zeros_like(l) if m is None else m
-    empty = l == 0.0
+    m, empty = _finite(m), l == 0.0
     if sink is not None:
         sink = sink.astype(m.dtype) * LOG2_E
         joint = jnp.maximum(m, sink)

@@ -11,7 +11,7 @@ An atom answers two questions, and a mask is the AND of its atoms.
   depends on data (`SegmentIds`, `DenseMask`) gives `block_relation` instead: two small
   arrays [query blocks, key blocks] that say "some pair may be kept" and "all are".
 
-Loops visit `full` first and evaluate `keep` only on its two sides:
+Loops evaluate `keep` only on the two sides of `full`, which they visit first:
 
     need_lo      full_lo                 full_hi     need_hi
        |  masked    |   no mask evaluated   |  masked   |
@@ -87,23 +87,43 @@ class Range(NamedTuple):
     def fold(self, visit: Callable, state):
         """Runs `state = visit(masked, block, state)` over the blocks of `need`.
 
-        The one loop of every forward and backward pass: first the blocks in which every
-        pair is kept, then those on either side of them, with the mask evaluated.
+        The one loop of every forward and backward pass: first the blocks on either side
+        of `full`, with the mask evaluated, then those in which every pair is kept.
         """
         edge = functools.partial(visit, True)
-        full = functools.partial(visit, False)
-        state = _loop(self.full_lo, self.full_hi, full, state)
         if _same(self.need_lo, self.full_lo):
-            return _loop(self.full_hi, self.need_hi, edge, state)
-        if _same(self.full_hi, self.need_hi):
-            return _loop(self.need_lo, self.full_lo, edge, state)
-        before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
+            state = _loop(self.full_hi, self.need_hi, edge, state)
+        elif _same(self.full_hi, self.need_hi):
+            state = _loop(self.need_lo, self.full_lo, edge, state)
+        else:
+            before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
 
-        def at_edge(i, state):
-            beyond = jnp.asarray(i >= before, jnp.int32)
-            return edge(self.need_lo + i + beyond * skipped, state)
+            def at_edge(i, state):
+                beyond = jnp.asarray(i >= before, jnp.int32)
+                return edge(self.need_lo + i + beyond * skipped, state)
 
-        return _loop(0, self.need_hi - self.need_lo - skipped, at_edge, state)
+            edges = self.need_hi - self.need_lo - skipped
+            state = _loop(0, edges, at_edge, state)
+        full = functools.partial(visit, False)
+        return _loop(self.full_lo, self.full_hi, full, state)
+
+    @property
+    def any_full(self):
+        return self.full_lo < self.full_hi
+
+    def with_an_edge(self, one=1) -> Range:
+        """The same, but where every block is full the last one is not said to be.
+
+        Args:
+          one: 1; a traced one makes the bounds traced.
+        """
+        edges = (self.full_lo - self.need_lo) + (self.need_hi - self.full_hi)
+        full_hi = self.full_hi - maximum(one - edges, 0)
+        return self._replace(full_hi=maximum(full_hi, self.full_lo))
+
+    def all_edges(self) -> Range:
+        """The same, but no block is said to be full."""
+        return self._replace(full_lo=self.need_lo, full_hi=self.need_lo)
 
 
 def _same(a, b) -> bool:

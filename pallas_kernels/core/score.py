@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 
 _TINY = 2.0**-40
-# exp(55) is 2**79: this leaves 2**48 for the sum of keys and values. (float16 ends at
-# 2**16, and begins at 2**-24.)
-_LARGEST_EXPONENT = 55.0
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +48,6 @@ class Score:
     def positional(self) -> bool:
         """Whether the score depends on the distance of query and key."""
         return self.slopes is not None
-
-    def bounded(self, dtype) -> bool:
-        """Whether exp(score), and its sums, are sure to be finite in `dtype`."""
-        cap = self.soft_cap
-        return cap is not None and cap <= _LARGEST_EXPONENT and dtype != jnp.float16
 
     def apply(
         self, qk: jax.Array, distance: jax.Array | None, tanh: Callable = jnp.tanh
