@@ -36,6 +36,7 @@ from pallas_kernels.triton import support
 
 _HEAD_SIZES = options.integers("head_sizes", "64,128,256,512", "Head sizes, H.")
 _REGIMES = options.names("regimes", list(configs.REGIMES), configs.REGIMES, "Which")
+_KERNELS = options.names("kernels", list(configs.KERNELS), configs.KERNELS, "Which")
 _REPEATS = options.repeats(3)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin nothing after this long.")
 _TABLES_DIR = flags.DEFINE_string("tables_dir", str(configs.TUNING), "Of the table.")
@@ -308,6 +309,7 @@ def main():
         for regime in _REGIMES.value
         for head_size in _HEAD_SIZES.value
         for kernel in kernels(regime, head_size)
+        if kernel in _KERNELS.value
     ]
     rows: list[dict] = []
     with options.Progress(len(wanted), "kernel") as progress:

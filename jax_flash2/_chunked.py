@@ -158,17 +158,25 @@ def _at(rows: Range, i) -> Range:
     return Range(*(x if isinstance(x, int) else x[i] for x in rows))
 
 
-def _without_padding(x: Named, spec: AttentionSpec) -> jax.Array:
-    """Rows beyond the lengths as zeros: no NaN there may meet a product."""
+def _without_padding(
+    x: Named, spec: AttentionSpec, size: int | None = None, padding: float = 0
+) -> jax.Array:
+    """Rows beyond the lengths as zeros: no NaN there may meet a product.
+
+    Args:
+      size: rows from it on are padding too; None if those are zeros already.
+      padding: what the rows become.
+    """
     name = x.axes[0]
     count = x.shape[0]
+    size = count if size is None else size
     spec = jax.tree.map(lambda leaf: leaf.value, spec)
-    limit = spec.q_limit(count) if name == "t" else spec.kv_limit(count)
-    if isinstance(limit, int):
+    limit = spec.q_limit(size) if name == "t" else spec.kv_limit(size)
+    if isinstance(limit, int) and limit == count:
         return x.value
     exists = jnp.arange(count, dtype=jnp.int32) < limit
     exists = exists.reshape(-1, *[1] * (len(x.shape) - 1))
-    return jnp.where(exists, x.value, jnp.zeros_like(x.value))
+    return jnp.where(exists, x.value, jnp.full_like(x.value, padding))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +256,12 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     return plan.map_heads(of_head, trees, [x.axes for x in outputs])
 
 
-def _saved_rows(saved, spec):
+def _saved_rows(plan: _Plan, saved, spec):
     """do, lse in units of log2, and delta of one head, from o, lse, do and dlse."""
     o, lse, do, dlse = (_without_padding(x, spec) for x in saved)
-    return do, flash2.lse_log2(lse), flash2.delta(o, lse, do, dlse)
+    delta = flash2.delta(o, lse, do, dlse)
+    lse = _without_padding(saved[1], spec, plan.size["t"], flash2.PADDING_LSE)
+    return do, flash2.lse_log2(lse), delta
 
 
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
@@ -263,7 +273,7 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
 
     def of_head(q, k, v, spec, saved):
         q, k, v = (_without_padding(x, spec) for x in (q, k, v))
-        do, lse, delta = _saved_rows(saved, spec)
+        do, lse, delta = _saved_rows(plan, saved, spec)
         head = _Head(plan, spec, precision)
 
         def key_block(dq, j):
@@ -331,7 +341,7 @@ def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -
 
     def add_head(total, q, k, v, spec, saved):
         q, k, v = (_without_padding(x, spec) for x in (q, k, v))
-        do, lse, delta = _saved_rows(saved, spec)
+        do, lse, delta = _saved_rows(plan, saved, spec)
         head = _Head(plan, spec, precision)
 
         def key_block(total, j):

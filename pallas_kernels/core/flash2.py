@@ -41,6 +41,8 @@ from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# The log-sum-exp of a row that is padding: its p is 0, whatever its scores.
+PADDING_LSE = math.inf
 
 
 class State(NamedTuple):

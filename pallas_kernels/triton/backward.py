@@ -74,7 +74,8 @@ def dkv(
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_block = q.load(("t", "h"), here)
                 x, unit = pairs.scores(q_block, k_block)
-                lse_log2 = flash2.lse_log2(lse.load(("s", "t"), here))
+                lse_block = lse.load(("s", "t"), here, padding=flash2.PADDING_LSE)
+                lse_log2 = flash2.lse_log2(lse_block)
                 p = flash2.probabilities(x, unit, lse_log2, launch.arithmetic)
                 do_block = do.load(("t", "d"), here)
                 if "dv" in sums:
@@ -219,7 +220,8 @@ def operand(
             def visit(masked, block, total):
                 at = program.visit_at(here_spec, here, layout, name, block, masked)
                 pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
-                lse_log2 = flash2.lse_log2(lse.load(("t", "s"), at))
+                lse_block = lse.load(("t", "s"), at, padding=flash2.PADDING_LSE)
+                lse_log2 = flash2.lse_log2(lse_block)
                 x, unit = pairs.scores(q.load(("t", "h"), at), k.load(("s", "h"), at))
                 p = flash2.probabilities(x, unit, lse_log2, launch.arithmetic)
                 dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))

@@ -2,8 +2,8 @@
 
 Grid: (query blocks, query heads, batch axes). A program loads its block of queries
 once, then loops over the blocks of keys and values that its rows need: first those in
-which pairs may be masked, or any one, with `flash2.step`; then the others, most of them,
-with `flash2.accumulate`, a third fewer instructions. Where a sum leaves the range of
+which pairs may be masked, or any one, with `flash2.step`, then all the others with
+`flash2.accumulate`, a third fewer instructions. Where a sum leaves the range of
 numbers, the program begins again with steps alone.
 
 Its warps divide the query rows and share the keys and values, so that no partial result

@@ -103,20 +103,22 @@ class View:
             raise ValueError(f"{self.axes=} do not fit {order=}")
         return tuple(index), kept, mask
 
-    def load(self, order: tuple[str, ...], where: Mapping[str, Any]) -> jax.Array:
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ) -> jax.Array:
         """The block at `where` with axes `order`, of size 1 where there is none.
 
         Args:
           order: names of the axes of the result.
-          where: for each axis of the view, `Rows` or a scalar index; elements beyond a
-            limit are loaded as zero, whatever lies there.
+          where: for each axis of the view, `Rows` or a scalar index.
+          padding: what elements beyond a limit are loaded as, whatever lies there.
         """
         index, kept, mask = self._index(where, order)
         if not kept:
             return self.ref[index]
         other = None
         if mask is not None:
-            other = False if self.dtype == jnp.bool_ else 0
+            other = bool(padding) if self.dtype == jnp.bool_ else padding
         x = support.load(self.ref.at[index], mask=mask, other=other)
         wanted = [name for name in order if name in kept]
         x = x if wanted == kept else jnp.transpose(x, [kept.index(a) for a in wanted])
