@@ -11,7 +11,7 @@ An atom answers two questions, and a mask is the AND of its atoms.
   depends on data (`SegmentIds`, `DenseMask`) gives `block_relation` instead: two small
   arrays [query blocks, key blocks] that say "some pair may be kept" and "all are".
 
-Loops evaluate `keep` only on the two sides of `full`, which they visit first:
+Loops visit `full` first and evaluate `keep` only on its two sides:
 
     need_lo      full_lo                 full_hi     need_hi
        |  masked    |   no mask evaluated   |  masked   |
@@ -87,25 +87,28 @@ class Range(NamedTuple):
     def fold(self, visit: Callable, state):
         """Runs `state = visit(masked, block, state)` over the blocks of `need`.
 
-        The one loop of every forward and backward pass: first the blocks on either side
-        of `full`, with the mask evaluated, then those in which every pair is kept.
+        The loops of every forward and backward pass: first the blocks in which every
+        pair is kept, then those on either side of them, with the mask evaluated.
         """
-        edge = functools.partial(visit, True)
-        if _same(self.need_lo, self.full_lo):
-            state = _loop(self.full_hi, self.need_hi, edge, state)
-        elif _same(self.full_hi, self.need_hi):
-            state = _loop(self.need_lo, self.full_lo, edge, state)
-        else:
-            before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
+        return self.fold_edges(visit, self.fold_full(visit, state))
 
-            def at_edge(i, state):
-                beyond = jnp.asarray(i >= before, jnp.int32)
-                return edge(self.need_lo + i + beyond * skipped, state)
-
-            edges = self.need_hi - self.need_lo - skipped
-            state = _loop(0, edges, at_edge, state)
+    def fold_full(self, visit: Callable, state):
         full = functools.partial(visit, False)
         return _loop(self.full_lo, self.full_hi, full, state)
+
+    def fold_edges(self, visit: Callable, state):
+        edge = functools.partial(visit, True)
+        if _same(self.need_lo, self.full_lo):
+            return _loop(self.full_hi, self.need_hi, edge, state)
+        if _same(self.full_hi, self.need_hi):
+            return _loop(self.need_lo, self.full_lo, edge, state)
+        before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
+
+        def at_edge(i, state):
+            beyond = jnp.asarray(i >= before, jnp.int32)
+            return edge(self.need_lo + i + beyond * skipped, state)
+
+        return _loop(0, self.need_hi - self.need_lo - skipped, at_edge, state)
 
     @property
     def any_full(self):

@@ -67,19 +67,16 @@ def forward(
             take = flash2.step if masked else flash2.accumulate
             return take(state, x, unit, product, launch.arithmetic)
 
-        def attend(kv_blocks):
-            nothing = flash2.init(launch.blocks.block_q, where["d"].size)
-            return kv_blocks.fold(visit, nothing)
-
+        nothing = flash2.init(launch.blocks.block_q, where["d"].size)
         # Triton takes a loop apart that it knows to have one round, and gives each of
         # its copies shared memory: a number that is not known until the kernel runs.
         one = jnp.asarray(where["t"].start >= 0, jnp.int32)
         kv_blocks = kv_blocks.with_an_edge(one)
-        state = attend(kv_blocks)
+        state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
         lost = jnp.max(jnp.where(flash2.in_range(state, v.dtype), 0, 1)) > 0
         state = lax.cond(
             kv_blocks.any_full & lost,
-            lambda: attend(kv_blocks.all_edges()),
+            lambda: kv_blocks.all_edges().fold_edges(visit, nothing),
             lambda: state,
         )
         o, lse = flash2.finish(state, spec.sink)
