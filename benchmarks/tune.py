@@ -72,17 +72,13 @@ def problems(regime: str, head_size: int) -> list[Problem]:
     documents = np.arange(8192) // 1024
     rows = jnp.asarray(np.broadcast_to(documents, (2, 8192)), jnp.int32)
     if regime == "plain":
-        return [Problem(shape(1024)), Problem(shape(8192)), Problem(shape(4096, False))]
+        cases = [(1024, True), (8192, True), (_TOKENS, False)]
+        return [Problem(shape(*case)) for case in cases]
     if regime == "single":
         return [Problem(shape(_TOKENS, x, heads=1, batch=1)) for x in (True, False)]
     if regime == "few":
         cases = [(2, True), (4, False), (8, True)]
         return [Problem(shape(_TOKENS, x, heads=n, batch=1)) for n, x in cases]
-    if regime == "long":
-        return [
-            Problem(shape(8192)),
-            *(Problem(shape(_TOKENS, x)) for x in (True, False)),
-        ]
     if regime == "short":
         return [
             Problem(shape(8192), arrays={"query_segment_ids": rows}),

@@ -176,7 +176,6 @@ REGIMES = {
     "plain": "none of the others",
     "single": "at most one program of 128 query rows to a multiprocessor",
     "few": "at most eight of them",
-    "long": "8192 keys or more, no soft cap, no mask or offset made of data",
     "short": "a window of few keys, or packed documents, long ones too",
     "heavy": "arithmetic for every pair: ALiBi, dropout",
     "bias": "bytes for every pair: a bias",

@@ -48,8 +48,7 @@ def _warps_and_grid(batch, length, heads, **arguments):
     ("shape", "arguments", "regime"),
     [
         ((4, 4096, 16), {}, "plain"),
-        ((1, 16384, 16), {}, "long"),
-        ((2, 8192, 16), {"key_value_seq_lengths": jnp.full(2, 8000)}, "plain"),
+        ((1, 16384, 16), {}, "plain"),
         ((1, 16384, 2), {}, "few"),
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),
@@ -67,10 +66,12 @@ def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
     assert configs.table("NVIDIA Unheard Of") == configs.table(H200)
     options = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
     options |= {"kind": "few", "gpu": "NVIDIA Unheard Of"}
-    here = configs.choose("forward", None, limit=227 << 10, **options)
-    assert here == Blocks(*configs.table(H200)["forward"]["128"]["few"])
-    small = configs.choose("forward", None, limit=99 << 10, **options)
-    assert small == Blocks(*configs.table(H200)["forward"]["128"]["plain"])
+    tuned = configs.table(H200)["dkv"]["128"]
+    here = configs.choose("dkv", None, limit=227 << 10, **options)
+    assert here == Blocks(*tuned["few"])
+    small = configs.choose("dkv", None, limit=99 << 10, **options)
+    need = functools.partial(configs.shared_memory, "dkv", heads=(128, 128), itemsize=2)
+    assert need(small) <= 99 << 10 < need(here)
 
 
 @pytest.mark.parametrize("regime", configs.REGIMES)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import configs
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
-from pallas_kernels.core.mask import SegmentIds, Window
+from pallas_kernels.core.mask import SegmentIds
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.backward import dkv, dq
@@ -75,11 +75,9 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
         return "short"
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / support.multiprocessors()
-    if programs <= 8:
-        return "few" if programs > 1 else "single"
-    static = all(isinstance(atom, Window) for atom in spec.masks)
-    static = static and spec.traced_offset is None and spec.score.soft_cap is None
-    return "long" if static and size["s"] >= 8192 else "plain"
+    if programs > 8:
+        return "plain"
+    return "few" if programs > 1 else "single"
 
 
 def _padded_heads(operands) -> tuple[int, int]:
