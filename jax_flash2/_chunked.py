@@ -234,13 +234,13 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
             def visit(masked, j, state):
                 k_block, v_block = head.key_rows(j, k, v)
                 pairs = head.pairs(masked, i, j)
-                x, unit = pairs.scores(q_block, k_block)
+                scores = pairs.scores(q_block, k_block)
 
                 def product(p):
                     p = pairs.drop(p).astype(v.dtype)
                     return flash2.dot(p, v_block, "nn", precision)
 
-                return flash2.step(state, x, unit, product)
+                return flash2.step(state, scores, product)
 
             state = flash2.init(plan.block_q, v.shape[1], dtype)
             state = _at(ranges, i).fold(visit, state)
@@ -286,12 +286,12 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
                     i, lse[:, None], delta[:, None]
                 )
                 pairs = head.pairs(masked, i, j)
-                x, unit = pairs.scores(q_block, k_block)
-                p = flash2.probabilities(x, unit, lse_block)
+                scores = pairs.scores(q_block, k_block)
+                p = flash2.probabilities(scores, lse_block)
                 dropped = pairs.drop(p).astype(do.dtype)
                 dv = dv + flash2.dot(dropped, do_block, "tn", precision)
                 dp = pairs.product(do_block, v_block)
-                dz = pairs.score_gradient(p, x, dp, delta_block)
+                dz = pairs.score_gradient(p, scores, dp, delta_block)
                 dz = dz.astype(q.dtype)
                 dk = dk + flash2.dot(dz, q_block, "tn", precision)
                 dq_block = dq_block + flash2.dot(dz, k_block, "nn", precision)
@@ -351,10 +351,10 @@ def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -
                 rows = (q, do, lse[:, None], delta[:, None])
                 q_block, do_block, lse_block, delta_block = head.query_rows(i, *rows)
                 pairs = head.pairs(masked, i, j, ends=True)
-                x, unit = pairs.scores(q_block, k_block)
-                p = flash2.probabilities(x, unit, lse_block)
+                scores = pairs.scores(q_block, k_block)
+                p = flash2.probabilities(scores, lse_block)
                 dp = pairs.product(do_block, v_block)
-                dz = pairs.score_gradient(p, x, dp, delta_block)
+                dz = pairs.score_gradient(p, scores, dp, delta_block)
                 more = pairs.operand_gradient(name, dz, own)
                 at = {"t": i * plan.block_q, "s": j * plan.block_kv}
                 starts = [at[a] for a in own]

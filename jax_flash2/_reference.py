@@ -33,8 +33,7 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
 
     queries = existing(q, spec.q_limit(t))
     keys, values = (existing(x, spec.kv_limit(s)) for x in (k, v))
-    x, unit = pairs.scores(queries, keys)
-    scores = x * unit
+    scores = pairs.scores(queries, keys).value
     rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in (t, s))
     keep = spec.keep(rows[:, None], columns[None, :])
     keep = (True if keep is None else keep) & (scores > -jnp.inf)  # as a bias may be

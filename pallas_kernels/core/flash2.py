@@ -22,9 +22,9 @@ where delta = rowsum(do * o) - dlse; dlse is the cotangent of lse, zero when onl
 output is used. Dropout multiplies p where it meets v, and dp, by 0 or a constant.
 
 Inside, exponents are of base 2: exp(s) = exp2(log2(e) * s), one multiplication that
-folds into the scale. A block of scores arrives as `(x, unit)`, score = unit * x with a
-positive constant unit (`core.score`). Everything here works on blocks in either
-orientation: [queries, keys], or [keys, queries] with row statistics laid out to match.
+folds into the scale. A block of scores arrives as `Scores` (`core.score`). Everything
+here works on blocks in either orientation: [queries, keys], or [keys, queries] with row
+statistics laid out to match.
 """
 
 from __future__ import annotations
@@ -45,6 +45,18 @@ LN_2 = math.log(2.0)
 PADDING_LSE = math.inf
 
 
+class Scores(NamedTuple):
+    """A block of scores, unit * (x - row): what pairs share costs nothing for each."""
+
+    x: jax.Array  # [rows, keys], -inf where masked
+    unit: float = 1.0  # positive
+    row: jax.Array | None = None  # broadcasts against x, of size 1 along the keys
+
+    @property
+    def value(self) -> jax.Array:
+        return self.unit * (self.x if self.row is None else self.x - self.row)
+
+
 class State(NamedTuple):
     """What a block of query rows carries along the keys (m in units of log2)."""
 
@@ -61,8 +73,7 @@ def init(rows: int, head_size: int, dtype=jnp.float32) -> State:
 
 def step(
     state: State,
-    x: jax.Array,
-    unit: float,
+    scores: Scores,
     product: Callable,
     arithmetic: Arithmetic = PLAIN,
 ) -> State:
@@ -70,22 +81,22 @@ def step(
 
     Args:
       state: what the rows carry so far.
-      x: [rows, keys] scores / unit; -inf where masked.
-      unit: positive constant.
+      scores: of the block, [rows, keys].
       product: the matrix product `p -> p @ v` with this block's values.
       arithmetic: the backend's.
     """
     m, l, acc = state
-    top = jnp.maximum(m, jnp.max(x, axis=1) * (unit * LOG2_E))
+    top = jnp.max(scores.x, axis=1, keepdims=True)
+    top = top if scores.row is None else top - scores.row
+    top = jnp.maximum(m, top[:, 0] * (scores.unit * LOG2_E))
     alpha = arithmetic.exp2(m, 1.0, _finite(top))
     state = State(top, l * alpha, acc * alpha[:, None])
-    return accumulate(state, x, unit, product, arithmetic)
+    return accumulate(state, scores, product, arithmetic)
 
 
 def accumulate(
     state: State,
-    x: jax.Array,
-    unit: float,
+    scores: Scores,
     product: Callable,
     arithmetic: Arithmetic = PLAIN,
 ) -> State:
@@ -95,7 +106,7 @@ def accumulate(
     what steps over other blocks found is a good m. No step may follow.
     """
     m, l, acc = state
-    p = arithmetic.exp2(x, unit * LOG2_E, _finite(m)[:, None])
+    p = probabilities(scores, _finite(m)[:, None], arithmetic)
     return State(m, l + jnp.sum(p, axis=1), acc + product(p))
 
 
@@ -163,10 +174,12 @@ def lse_log2(lse: jax.Array) -> jax.Array:
 
 
 def probabilities(
-    x: jax.Array, unit: float, lse_log2: jax.Array, arithmetic: Arithmetic = PLAIN
+    scores: Scores, log2: jax.Array, arithmetic: Arithmetic = PLAIN
 ) -> jax.Array:
-    """The softmax of a block, from the saved log-sum-exp (broadcast against x)."""
-    return arithmetic.exp2(x, unit * LOG2_E, lse_log2)
+    """exp(scores) / 2**log2: the softmax of a block, where log2 is `lse_log2`."""
+    x, unit, row = scores
+    scale = unit * LOG2_E
+    return arithmetic.exp2(x, scale, log2 if row is None else log2 + row * scale)
 
 
 def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:

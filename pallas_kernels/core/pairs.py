@@ -19,6 +19,8 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.axes import Axes
 from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.score import Place
 from pallas_kernels.core.spec import AttentionSpec
 
 
@@ -49,15 +51,13 @@ class Pairs:
         return jnp.expand_dims(numbers, 1 - self.order.index(name))
 
     @functools.cached_property
-    def _distance(self) -> jax.Array | None:
+    def _place(self) -> Place | None:
         if not self.spec.score.positional:
             return None
-        # In float32, with one addition a pair; the block's rows are exact in it.
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
         between = jnp.asarray(t_start + self.spec.start - s_start, jnp.float32)
-        rows, columns = (self._numbers(name, 0).astype(jnp.float32) for name in "ts")
-        distance = (between + rows) - columns
-        return distance if self.spec.keeps_past_only else jnp.abs(distance)
+        query, key = (self._numbers(name, 0).astype(jnp.float32) for name in "ts")
+        return Place(between + query, key, self.spec.keeps_past_only)
 
     @functools.cached_property
     def _kept(self) -> jax.Array | None:
@@ -78,34 +78,35 @@ class Pairs:
             first, second = second, first
         return flash2.dot(first, second, "nt", self.precision)
 
-    def scores(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, float]:
-        """`(x, unit)`, score = unit * x; x is -inf where masked."""
+    def scores(self, q: jax.Array, k: jax.Array) -> Scores:
         score, tanh = self.spec.score, self.arithmetic.tanh
-        x, unit = score.apply(self.product(q, k), self._distance, tanh)
+        scores = score.apply(self.product(q, k), self._place, tanh)
+        keep = None
         if self.masked:
             keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
-            x = x if keep is None else jnp.where(keep, x, -jnp.inf)
-        return x, unit
+        if keep is None:
+            return scores
+        return scores._replace(x=jnp.where(keep, scores.x, -jnp.inf))
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""
         return p if self._kept is None else jnp.where(self._kept, p, 0.0)
 
     def score_gradient(
-        self, p: jax.Array, x: jax.Array, dp: jax.Array, delta: jax.Array
+        self, p: jax.Array, scores: Scores, dp: jax.Array, delta: jax.Array
     ) -> jax.Array:
         """dz, the gradient before the soft cap.
 
         Args:
           p: probabilities.
-          x: of `scores`.
+          scores: of which they are.
           dp: the product of do and v.
           delta: of the query rows.
         """
         if self._kept is not None:
             dp = self.drop(dp) * self.spec.dropout_scale
         ds = flash2.score_gradient(p, dp, delta)
-        return self.spec.score.gradient(ds, x, self.masked)
+        return self.spec.score.gradient(ds, scores.x, self.masked)
 
     def operand_gradient(self, name: str, dz: jax.Array, rows: Axes) -> jax.Array:
         """What the block adds to the gradient of a field of the score.
@@ -115,6 +116,6 @@ class Pairs:
           dz: of `score_gradient`.
           rows: which of `t` and `s` the result has; the sum over the other is taken.
         """
-        full = getattr(self.spec.score.operand_gradients(dz, self._distance), name)
+        full = getattr(self.spec.score.operand_gradients(dz, self._place), name)
         lost = tuple(i for i, axis in enumerate(self.order) if axis not in rows)
         return jnp.sum(full, axis=lost) if lost else full

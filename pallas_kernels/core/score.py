@@ -10,12 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.core.flash2 import Scores
+
 _TINY = 2.0**-40
+
+
+class Place(NamedTuple):
+    """Where a block of pairs lies: float32 positions, from that of its first key."""
+
+    query: jax.Array  # against the block, of size 1 along the keys
+    key: jax.Array  # of size 1 along the queries
+    past_only: bool  # whether a mask follows that drops keys after the query
+
+    @property
+    def distance(self) -> jax.Array:
+        """|query position - key position|, of any sign where a mask follows."""
+        distance = self.query - self.key
+        return distance if self.past_only else jnp.abs(distance)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the two parts of a distance round as little as it does."""
+        return self.past_only and self.key.size <= 1024
 
 
 @jax.tree_util.register_dataclass
@@ -50,14 +71,13 @@ class Score:
         return self.slopes is not None
 
     def apply(
-        self, qk: jax.Array, distance: jax.Array | None, tanh: Callable = jnp.tanh
-    ) -> tuple[jax.Array, float]:
-        """A block of scores as `(x, unit)`, score = unit * x with unit > 0.
+        self, qk: jax.Array, place: Place | None, tanh: Callable = jnp.tanh
+    ) -> Scores:
+        """A block of scores.
 
         Args:
           qk: products.
-          distance: |query position - key position|, if `positional` (of any sign
-            where a mask follows).
+          place: of the block, if `positional`.
           tanh: the backend's.
         """
         unit = 1.0
@@ -66,18 +86,23 @@ class Score:
         x = qk if unit == self.scale else qk * self.scale
         if self.bias is not None:
             x = x + self.bias.astype(x.dtype)
-        if self.slopes is not None:
-            x = x - (self.slopes.astype(x.dtype) * (1 / unit)) * distance
+        row = None
+        if self.slopes is not None and place is not None:
+            slopes = self.slopes.astype(x.dtype) * (1 / unit)
+            if place.separable and self.soft_cap is None:
+                x, row = x + slopes * place.key, slopes * place.query
+            else:
+                x = x - slopes * place.distance
         if self.soft_cap is None:
-            return x, unit
-        return tanh(x * (unit / self.soft_cap)), self.soft_cap
+            return Scores(x, unit, row)
+        return Scores(tanh(x * (unit / self.soft_cap)), self.soft_cap)
 
     def gradient(self, ds: jax.Array, x: jax.Array, masked: bool) -> jax.Array:
         """The gradient of z from that of the score.
 
         Args:
           ds: gradient of the score.
-          x: of `apply`.
+          x: of the scores.
           masked: whether a mask made some of x -inf.
         """
         if self.soft_cap is None:
@@ -90,8 +115,8 @@ class Score:
         """Gradient of q.k over that of z."""
         return self.scale
 
-    def operand_gradients(self, dz: jax.Array, distance: jax.Array | None) -> Score:
+    def operand_gradients(self, dz: jax.Array, place: Place | None) -> Score:
         """What a block of gradients of z adds to those of the fields, pair by pair."""
         bias = None if self.bias is None else dz
-        slopes = None if distance is None else -dz * distance
+        slopes = None if place is None else -dz * place.distance
         return dataclasses.replace(self, bias=bias, slopes=slopes)

@@ -57,7 +57,7 @@ def forward(
         def visit(masked, j, state):
             here = program.visit_at(spec, where, layout, "s", j, masked)
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
-            x, unit = pairs.scores(q_block, k.load(("s", "h"), here))
+            scores = pairs.scores(q_block, k.load(("s", "h"), here))
             v_block = v.load(("s", "d"), here)
 
             def product(p):
@@ -65,7 +65,7 @@ def forward(
                 return flash2.dot(p, v_block, "nn", launch.precision)
 
             take = flash2.step if masked else flash2.accumulate
-            return take(state, x, unit, product, launch.arithmetic)
+            return take(state, scores, product, launch.arithmetic)
 
         nothing = flash2.init(launch.blocks.block_q, where["d"].size)
         # Triton takes a loop apart that it knows to have one round, and gives each of
