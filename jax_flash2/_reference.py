@@ -24,7 +24,7 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     """One head: q [T, H], k [S, H], v [S, Hv] -> o [T, Hv], lse [T]."""
     t, s = q.shape[0], k.shape[0]
     spec = spec_block(spec, ("t", "s"))
-    pairs = Pairs(spec, {"t": (0, t), "s": (0, s)}, masked=False, precision=precision)
+    pairs = Pairs(spec, {"t": (0, t), "s": (0, s)}, precision=precision)
 
     def existing(x: Named, limit) -> jax.Array:
         """Padding replaced by zeros: no NaN there may meet a product."""
@@ -34,12 +34,10 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     queries = existing(q, spec.q_limit(t))
     keys, values = (existing(x, spec.kv_limit(s)) for x in (k, v))
     scores = pairs.scores(queries, keys).value
-    rows, columns = (jnp.arange(n, dtype=jnp.int32) for n in (t, s))
-    keep = spec.keep(rows[:, None], columns[None, :])
-    keep = (True if keep is None else keep) & (scores > -jnp.inf)  # as a bias may be
+    keep = scores > -jnp.inf
     any_kept = jnp.any(keep, axis=1)
     # Where nothing is kept, any finite row will do: its result is replaced.
-    safe = jnp.where(any_kept[:, None], jnp.where(keep, scores, -jnp.inf), 0.0)
+    safe = jnp.where(any_kept[:, None], scores, 0.0)
     lse = jax.nn.logsumexp(safe, axis=1)
     if spec.sink is not None:
         lse = jnp.logaddexp(lse, spec.sink.astype(lse.dtype))

@@ -12,18 +12,21 @@ from pallas_kernels.core import flash2
 from tests.cases import BACKENDS, ON_GPU, Case
 from tests.test_attention import DTYPES, check_error_rule
 
-# What is added to the scores of each quarter of the keys. The last is visited first.
+# What is added to the scores of each quarter of the keys. The first is visited first.
 LEVELS = {
     "equal": (0, 0, 0, 0),
-    "falling": (-30, -60, -90, 0),
-    "beyond_float16": (20, 0, 0, 0),
-    "rising": (3, 6, 9, 0),
-    "beyond_the_limit": (0, 40, 0, 0),
-    "beyond_float32": (0, 0, 300, 0),
+    "falling": (0, -90, -60, -30),
+    "beyond_float16": (0, 20, 0, 0),
+    "rising": (0, 3, 6, 9),
+    "beyond_the_limit": (0, 0, 40, 0),
+    "beyond_float32": (0, 0, 0, 300),
     "far_below": (-300, -300, -300, -300),
-    "nothing_first": (0, 1, 2, -np.inf),
-    "nothing_first_and_far_below": (-300, -301, -302, -np.inf),
-    "nothing_first_and_far_above": (300, 301, 302, -np.inf),
+    "nothing_first": (-np.inf, 0, 1, 2),
+    "nothing_first_and_far_below": (-np.inf, -300, -301, -302),
+    "nothing_first_and_far_above": (-np.inf, 300, 301, 302),
+    "masked_by_numbers_first": (-1e10, 0, 0, 0),
+    "masked_by_numbers_last": (0, 0, 0, -1e10),
+    "masked_by_numbers": (float(np.finfo(np.float32).min) / 4, -1e9, 0, -1e10),
 }
 
 
@@ -88,8 +91,45 @@ def test_the_rows_are_begun_again(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_range_is_of_the_products(dtype):
-    sums = jnp.asarray([0.0, 0.4, 1.0, 2.0**14, 2.0**17, 2.0**39, 2.0**41, jnp.nan])
-    state = flash2.State(sums, sums, sums[:, None])
-    most = 2.0**15 if dtype == jnp.float16 else 2.0**40
+    sums = jnp.asarray([0.0, 0.4, 1.0, 2.0**14, 2.0**17, 2.0**29, 2.0**31, jnp.nan])
+    state = flash2.State(jnp.zeros(8), sums, sums[:, None])
+    most = 2.0**15 if dtype == jnp.float16 else 2.0**30
     expected = [0.5 <= x <= most for x in sums.tolist()]
     assert flash2.in_range(state, dtype).tolist() == expected
+    m = jnp.asarray([-jnp.inf, -1e5, -1e4, 0.0, 1e4, 1e5])
+    state = flash2.State(m, jnp.ones(6), jnp.ones((6, 1)))
+    near = [dtype != jnp.float16, False, True, True, True, False]
+    assert flash2.in_range(state, dtype).tolist() == near
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", [-1e9, -3e10, float(np.finfo(np.float32).min)])
+def test_a_row_masked_by_numbers(backend, level):
+    """Its output is a mean of values; it leaves other rows' gradients alone."""
+    case = _case("equal").full() if ON_GPU else _case("equal")
+    (q, k, v), _ = case.inputs(jnp.bfloat16)
+    bias = np.zeros((1, 1, case.t, case.s), np.float32)
+    bias[:, :, 3] = level
+
+    def call(q, k, v):
+        return attention(q, k, v, bias=jnp.asarray(bias), **BACKENDS[backend])
+
+    out, vjp = jax.vjp(call, q, k, v)
+    do = jnp.ones_like(out).at[:, 3].set(0.0)
+    assert np.isfinite(np.float32(out)).all()
+    assert np.abs(np.float32(out[:, 3])).max() <= np.abs(np.float32(v)).max()
+    others = jax.vjp(lambda q, k, v: call(q, k, v)[:, 4:], q, k, v)[1]
+    wanted = jax.vjp(lambda q, k, v: call(q, k, v)[:, :3], q, k, v)[1]
+    parts = [others(do[:, 4:]), wanted(do[:, :3])]
+    for found, *rest in zip(vjp(do), *parts, strict=True):
+        expected = sum(np.float32(x) for x in rest)
+        np.testing.assert_allclose(np.float32(found), expected, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_values(backend):
+    """Sums of p that are large leave less room for values."""
+    (q, k, v), arguments = _case("beyond_float16").inputs(jnp.bfloat16)
+    huge = attention(q, k, v * 2.0**95, **arguments, **BACKENDS[backend])
+    plain = attention(q, k, v, **arguments, **BACKENDS[backend])
+    np.testing.assert_array_equal(np.float32(huge), np.float32(plain) * 2.0**95)

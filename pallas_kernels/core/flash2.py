@@ -10,7 +10,7 @@ each, keys and values are visited block by block, and three values per row carry
 
 The maximum is there to keep numbers in range, and any m near it does: what the first
 blocks of a row found serves for the others, with no maximum and no scaling of acc
-(`accumulate`), as long as the sums say so at the end.
+(`accumulate`), if the sums show at the end that it was near (`in_range`).
 
 Only the log-sum-exp `lse = m + log(l)` is kept for the backward pass (its second).
 
@@ -46,7 +46,7 @@ PADDING_LSE = math.inf
 
 
 class Scores(NamedTuple):
-    """A block of scores, unit * (x - row): what pairs share costs nothing for each."""
+    """A block of scores, unit * (x - row): the exponent's shift takes `row` in."""
 
     x: jax.Array  # [rows, keys], -inf where masked
     unit: float = 1.0  # positive
@@ -58,9 +58,9 @@ class Scores(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a block of query rows carries along the keys (m in units of log2)."""
+    """What a block of query rows carries along the keys."""
 
-    m: jax.Array  # [rows]
+    m: jax.Array  # [rows], in units of log2; -inf where nothing has been kept
     l: jax.Array  # [rows]
     acc: jax.Array  # [rows, value head size]
 
@@ -86,12 +86,19 @@ def step(
       arithmetic: the backend's.
     """
     m, l, acc = state
-    top = jnp.max(scores.x, axis=1, keepdims=True)
-    top = top if scores.row is None else top - scores.row
-    top = jnp.maximum(m, top[:, 0] * (scores.unit * LOG2_E))
+    x, unit, row = scores
+    scale = unit * LOG2_E
+    largest = jnp.max(x, axis=1)
+    here = (largest if row is None else largest - row[:, 0]) * scale
+    # A bias of the lowest number stands for a mask; the product must not become -inf.
+    lowest = jnp.finfo(here.dtype).min
+    here = jnp.where(largest == -jnp.inf, largest, jnp.maximum(here, lowest))
+    top = jnp.maximum(m, here)
     alpha = arithmetic.exp2(m, 1.0, _finite(top))
-    state = State(top, l * alpha, acc * alpha[:, None])
-    return accumulate(state, scores, product, arithmetic)
+    # From the block's own maximum first: that is exactly 0 there, however large it is.
+    shift = _finite(top) - _finite(here)
+    p = arithmetic.exp2(x - _finite(largest)[:, None], scale, shift[:, None])
+    return _add(State(top, l * alpha, acc * alpha[:, None]), p, product)
 
 
 def accumulate(
@@ -102,22 +109,31 @@ def accumulate(
 ) -> State:
     """`step` with m as it is: no maximum is taken and nothing is scaled again.
 
-    As exact, for any m, while the sums stay within the range of numbers (`in_range`):
-    what steps over other blocks found is a good m. No step may follow.
+    As exact where `in_range` holds after the last block. No step may follow: it would
+    not know that an m of -inf stood for 0.
     """
+    p = probabilities(scores, _finite(state.m)[:, None], arithmetic)
+    return _add(state, p, product)
+
+
+def _add(state: State, p: jax.Array, product: Callable) -> State:
     m, l, acc = state
-    p = probabilities(scores, _finite(m)[:, None], arithmetic)
     return State(m, l + jnp.sum(p, axis=1), acc + product(p))
 
 
 def in_range(state: State, dtype) -> jax.Array:
-    """[rows], whether `accumulate` lost nothing of products in `dtype`.
+    """[rows], whether `accumulate` was as good as `step`, with products in `dtype`.
 
-    Steps alone give an l of at least 1. The upper limit leaves room in float32 for
-    values of up to 2**87; no element of p is larger than l.
+    Sums must be far from the ends of the range of numbers: of p, each at most l, in
+    `dtype`, and of values in float32, where those below 2**97 then have room. An
+    exponent may be off by the roundoff of m. An m of -inf stands for 0, which is far
+    from what the maximum is, and so too far for float16.
     """
-    limit = min(2.0**40, float(jnp.finfo(dtype).max) / 2)
-    return (state.l >= 0.5) & (state.l <= limit)
+    largest = float(jnp.finfo(dtype).max)
+    narrow = largest < 2.0**30
+    m = jnp.abs(state.m if narrow else _finite(state.m))
+    limit = largest / 2 if narrow else 2.0**30
+    return (m <= 2.0**14) & (state.l >= 0.5) & (state.l <= limit)
 
 
 def _finite(m: jax.Array) -> jax.Array:
@@ -166,20 +182,26 @@ def sink_gradient(sink: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Arra
 
 
 def lse_log2(lse: jax.Array) -> jax.Array:
-    """The log-sum-exp in units of log2, finite where a row kept nothing.
+    """The log-sum-exp in units of log2; inf, so that p = 0, where a row kept nothing.
 
-    There every x is -inf, so that any finite value gives p = 0.
+    So too where it is so large that float32 leaves nothing of the sum in it, as where a
+    bias of -1e9 masks a whole row. p would be any number, or infinite.
     """
-    return jnp.maximum(lse * LOG2_E, jnp.finfo(lse.dtype).min)
+    log2 = lse * LOG2_E
+    return jnp.where(jnp.abs(log2) > 2.0**24, jnp.inf, log2)
 
 
 def probabilities(
-    scores: Scores, log2: jax.Array, arithmetic: Arithmetic = PLAIN
+    scores: Scores, shift: jax.Array, arithmetic: Arithmetic = PLAIN
 ) -> jax.Array:
-    """exp(scores) / 2**log2: the softmax of a block, where log2 is `lse_log2`."""
+    """exp(scores) / 2**shift: the softmax of a block, where the shift is `lse_log2`.
+
+    Args:
+      shift: of a row, broadcasts against the block.
+    """
     x, unit, row = scores
     scale = unit * LOG2_E
-    return arithmetic.exp2(x, scale, log2 if row is None else log2 + row * scale)
+    return arithmetic.exp2(x, scale, shift if row is None else shift + row * scale)
 
 
 def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ An atom answers two questions, and a mask is the AND of its atoms.
   depends on data (`SegmentIds`, `DenseMask`) gives `block_relation` instead: two small
   arrays [query blocks, key blocks] that say "some pair may be kept" and "all are".
 
-Loops visit `full` first and evaluate `keep` only on its two sides:
+Loops evaluate `keep` only on the two sides of `full`:
 
     need_lo      full_lo                 full_hi     need_hi
        |  masked    |   no mask evaluated   |  masked   |
@@ -87,8 +87,8 @@ class Range(NamedTuple):
     def fold(self, visit: Callable, state):
         """Runs `state = visit(masked, block, state)` over the blocks of `need`.
 
-        The loops of every forward and backward pass: first the blocks in which every
-        pair is kept, then those on either side of them, with the mask evaluated.
+        First those in which every pair is kept, then those on either side of them, with
+        the mask evaluated. The forward kernel runs the two the other way round.
         """
         return self.fold_edges(visit, self.fold_full(visit, state))
 
@@ -114,15 +114,19 @@ class Range(NamedTuple):
     def any_full(self):
         return self.full_lo < self.full_hi
 
-    def with_an_edge(self, one=1) -> Range:
-        """The same, but where every block is full the last one is not said to be.
+    def with_an_edge(self, one) -> Range:
+        """The same, but where every block is full the first or last is not said to be.
+
+        The first where there is no mask: padding that a bias masks mostly comes last.
 
         Args:
-          one: 1; a traced one makes the bounds traced.
+          one: 1. A traced one makes the bounds traced too.
         """
         edges = (self.full_lo - self.need_lo) + (self.need_hi - self.full_hi)
-        full_hi = self.full_hi - maximum(one - edges, 0)
-        return self._replace(full_hi=maximum(full_hi, self.full_lo))
+        missing = maximum(one - edges, 0)
+        if all(isinstance(x, int) for x in self):
+            return self._replace(full_lo=minimum(self.full_lo + missing, self.full_hi))
+        return self._replace(full_hi=maximum(self.full_hi - missing, self.full_lo))
 
     def all_edges(self) -> Range:
         """The same, but no block is said to be full."""

@@ -80,7 +80,10 @@ class Pairs:
 
     def scores(self, q: jax.Array, k: jax.Array) -> Scores:
         score, tanh = self.spec.score, self.arithmetic.tanh
-        scores = score.apply(self.product(q, k), self._place, tanh)
+        # The two parts of a distance may be larger than it and round more: not far from
+        # the diagonal, and not beside elements of two bytes.
+        apart = not self.masked and q.dtype.itemsize == 2
+        scores = score.apply(self.product(q, k), self._place, tanh, apart=apart)
         keep = None
         if self.masked:
             keep = self.spec.keep(self._numbers("t"), self._numbers("s"))

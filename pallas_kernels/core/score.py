@@ -33,11 +33,6 @@ class Place(NamedTuple):
         distance = self.query - self.key
         return distance if self.past_only else jnp.abs(distance)
 
-    @property
-    def separable(self) -> bool:
-        """Whether the two parts of a distance round as little as it does."""
-        return self.past_only and self.key.size <= 1024
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +66,12 @@ class Score:
         return self.slopes is not None
 
     def apply(
-        self, qk: jax.Array, place: Place | None, tanh: Callable = jnp.tanh
+        self,
+        qk: jax.Array,
+        place: Place | None,
+        tanh: Callable = jnp.tanh,
+        *,
+        apart: bool = False,
     ) -> Scores:
         """A block of scores.
 
@@ -79,6 +79,8 @@ class Score:
           qk: products.
           place: of the block, if `positional`.
           tanh: the backend's.
+          apart: whether the parts of a signed distance may be subtracted one by one,
+            that of the queries once for a row.
         """
         unit = 1.0
         if self.bias is None and self.scale > _TINY:  # whose inverse may be infinite
@@ -89,12 +91,13 @@ class Score:
         row = None
         if self.slopes is not None and place is not None:
             slopes = self.slopes.astype(x.dtype) * (1 / unit)
-            if place.separable and self.soft_cap is None:
+            if apart and place.past_only and self.soft_cap is None:
                 x, row = x + slopes * place.key, slopes * place.query
             else:
                 x = x - slopes * place.distance
         if self.soft_cap is None:
             return Scores(x, unit, row)
+        # All of the score is in x, from which `gradient` takes the hyperbolic tangent.
         return Scores(tanh(x * (unit / self.soft_cap)), self.soft_cap)
 
     def gradient(self, ds: jax.Array, x: jax.Array, masked: bool) -> jax.Array:

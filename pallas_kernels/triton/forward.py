@@ -2,9 +2,9 @@
 
 Grid: (query blocks, query heads, batch axes). A program loads its block of queries
 once, then loops over the blocks of keys and values that its rows need: first those in
-which pairs may be masked, or any one, with `flash2.step`, then all the others with
-`flash2.accumulate`, a third fewer instructions. Where a sum leaves the range of
-numbers, the program begins again with steps alone.
+which pairs may be masked, or one, with `flash2.step`, then all the others with
+`flash2.accumulate`, a third fewer instructions. If a row was not in its range, the
+program begins again with steps alone.
 
 Its warps divide the query rows and share the keys and values, so that no partial result
 passes between them through shared memory (section 3.3); the layout is Triton's for
@@ -64,16 +64,19 @@ def forward(
                 p = pairs.drop(p).astype(v.dtype)
                 return flash2.dot(p, v_block, "nn", launch.precision)
 
+            # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
 
         nothing = flash2.init(launch.blocks.block_q, where["d"].size)
         # Triton takes a loop apart that it knows to have one round, and gives each of
-        # its copies shared memory: a number that is not known until the kernel runs.
+        # its copies shared memory: a 1 that is not known until the kernel runs.
         one = jnp.asarray(where["t"].start >= 0, jnp.int32)
         kv_blocks = kv_blocks.with_an_edge(one)
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
-        lost = jnp.max(jnp.where(flash2.in_range(state, v.dtype), 0, 1)) > 0
+        good = flash2.in_range(state, v.dtype)
+        good |= where["t"].numbers >= layout.size["t"]
+        lost = jnp.max(jnp.where(good, 0, 1)) > 0
         state = lax.cond(
             kv_blocks.any_full & lost,
             lambda: kv_blocks.all_edges().fold_edges(visit, nothing),

@@ -138,10 +138,11 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
 
 
 def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
-    """In two instructions, which XLA would make of seven.
+    """In two instructions, where XLA makes seven.
 
-    It neither joins a multiplication to a subtraction nor lets results below the normal
-    numbers be 0, which costs a comparison and two multiplications for each.
+    XLA multiplies and subtracts apart, and computes results below the normal numbers by
+    a comparison and two multiplications more; here they are 0. With one rounding for
+    the two, a result may be above 1 by as much as the roundoff of a large shift says.
     """
     scale = np.float32(scale).view(np.uint32)
     (result,) = plgpu.elementwise_inline_asm(
