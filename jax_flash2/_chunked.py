@@ -258,10 +258,10 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
 
 def _saved_rows(plan: _Plan, saved, spec):
     """do, lse in units of log2, and delta of one head, from o, lse, do and dlse."""
-    o, lse, do, dlse = (_without_padding(x, spec) for x in saved)
-    delta = flash2.delta(o, lse, do, dlse)
-    lse = _without_padding(saved[1], spec, plan.size["t"], flash2.PADDING_LSE)
-    return do, flash2.lse_log2(lse), delta
+    o, lse, do, dlse = saved
+    lse = _without_padding(lse, spec, plan.size["t"], flash2.PADDING_LSE)
+    o, do, dlse = (_without_padding(x, spec) for x in (o, do, dlse))
+    return do, flash2.lse_log2(lse), flash2.delta(o, lse, do, dlse)
 
 
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):

@@ -161,9 +161,8 @@ def test_dtype_and_precision_of_layers(module):
         atol=2e-2,
     )
     exact = {"precision": jax.lax.Precision.HIGHEST}
-    with jax.default_matmul_precision(
-        "highest"
-    ):  # jax.nn's attention, which nnx calls, takes none
+    # nnx calls jax.nn's attention, which takes no precision.
+    with jax.default_matmul_precision("highest"):
         expected = run(**exact)
     np.testing.assert_allclose(
         run(attention_fn=function, **exact), expected, rtol=0, atol=1e-5

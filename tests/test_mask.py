@@ -133,6 +133,47 @@ def test_fold_visits_full_blocks_then_the_edges(bounds, traced):
     np.testing.assert_array_equal(seen, expected)
 
 
+def _visited(rows: Range, fold: str) -> list[tuple[int, bool]]:
+    """(block, masked) in order; `fold` is a method of `Range`."""
+
+    def visit(masked, block, state):
+        seen, count = state
+        return seen.at[count].set(jnp.asarray([block, masked, 1])), count + 1
+
+    start = jnp.zeros((9, 3), jnp.int32), jnp.int32(0)
+    seen, _ = getattr(rows, fold)(visit, start)
+    return [(int(block), bool(masked)) for block, masked, used in seen if used]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "edges"),
+    [
+        ((0, 0, 4, 4), [0]),  # no mask: the first becomes an edge
+        ((1, 2, 4, 6), [1, 4, 5]),
+        ((0, 0, 3, 4), [3]),
+        ((2, 2, 2, 5), [2, 3, 4]),
+        ((3, 3, 3, 3), []),
+    ],
+)
+def test_with_an_edge(bounds, edges):
+    needed = range(bounds[0], bounds[3])
+    for one in (1, jnp.int32(1)):
+        rows = Range(*bounds).with_an_edge(one)
+        assert _visited(rows, "fold_edges") == [(b, True) for b in edges]
+        full = [b for b in needed if b not in edges]
+        assert _visited(rows, "fold_full") == [(b, False) for b in full]
+        again = _visited(rows.all_edges(), "fold_edges")
+        assert again == [(b, True) for b in needed]
+        assert _visited(rows.all_edges(), "fold_full") == []
+
+
+def test_with_an_edge_where_a_mask_may_be():
+    """Where bounds are data the last block: a length says that it is there."""
+    rows = Range(0, 0, jnp.int32(4), jnp.int32(4)).with_an_edge(1)
+    assert _visited(rows, "fold_edges") == [(3, True)]
+    assert _visited(rows, "fold_full") == [(b, False) for b in range(3)]
+
+
 sizes = st.integers(1, 50)
 side = st.none() | st.integers(0, 40)
 blocks = st.sampled_from([4, 8, 16])

@@ -48,7 +48,7 @@ def _warps_and_grid(batch, length, heads, **arguments):
     ("shape", "arguments", "regime"),
     [
         ((4, 4096, 16), {}, "plain"),
-        ((1, 16384, 16), {}, "plain"),
+        ((2, 8192, 16), {"key_value_seq_lengths": jnp.full(2, 8000)}, "plain"),
         ((1, 16384, 2), {}, "few"),
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),

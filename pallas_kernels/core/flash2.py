@@ -49,7 +49,7 @@ class Scores(NamedTuple):
     """A block of scores, unit * (x - row): the exponent's shift takes `row` in."""
 
     x: jax.Array  # [rows, keys], -inf where masked
-    unit: float = 1.0  # positive
+    unit: float  # positive
     row: jax.Array | None = None  # broadcasts against x, of size 1 along the keys
 
     @property
