@@ -304,7 +304,7 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
 
         blocks = jnp.arange(plan.num_kv, dtype=jnp.int32)
         dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, dtype), blocks)
-        unit = spec.score.gradient_unit
+        unit = spec.gradient_unit
         t, s = plan.size["t"], plan.size["s"]
         dk, dv = (x.reshape(-1, x.shape[-1])[:s] for x in (dk, dv))
         return (dq * unit)[:t], dk * unit, dv * spec.dropout_scale, delta[:t]
@@ -378,7 +378,8 @@ def _operand_gradient(plan: _Plan, ranges: Range, trees, name: str, precision) -
         dtype = trees[4][1].dtype
         zeros = jnp.zeros([shape[a] for a in own], dtype)
         total, _ = lax.scan(element, zeros, jnp.arange(count, dtype=jnp.int32))
-        return (total[tuple(slice(plan.size[a]) for a in own)],)
+        total = total[tuple(slice(plan.size[a]) for a in own)]
+        return (total * trees[3].dropout_scale,)
 
     axes = (*mapped, *own)
     (result,) = vmap_named(over_loop, mapped, [axes])(*trees)

@@ -19,7 +19,9 @@ HALF = Dropout.threshold_of(0.5)
 def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF):
     dropout = Dropout(tuple(map(jnp.uint32, seed)), threshold)
     rows = {"t": (start[0], t), "s": (start[1], s)}
-    return np.asarray(dropout.keep(rows, order, Arithmetic()))
+    return np.asarray(
+        dropout.bits(rows, order, Arithmetic()) < np.uint32(dropout.limit)
+    )
 
 
 def test_wide_product():

@@ -26,17 +26,24 @@ def exp2(x: jax.Array, scale: float, shift) -> jax.Array:
     return jnp.exp2(x * scale - shift)
 
 
+def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
+    """x where the uint32 bits are below the limit, 0 elsewhere."""
+    return jnp.where(bits < jnp.uint32(limit), x, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How a backend computes; by default, as JAX does.
 
     Attributes:
       exp2: of a scaled and shifted block.
+      where_below: a choice of elements by random bits.
       tanh: the hyperbolic tangent, as accurate as the scores it is taken of.
       wide_product: upper and lower half of a product of uint32.
     """
 
     exp2: Callable = exp2
+    where_below: Callable = where_below
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product
 

@@ -50,13 +50,18 @@ class Dropout:
         """What kept probabilities are multiplied by."""
         return _LEVELS / self.threshold
 
-    def keep(
+    @property
+    def limit(self) -> int:
+        """A pair is kept if its bits are below it."""
+        return self.threshold * _LEVELS
+
+    def bits(
         self,
         rows: dict[str, tuple[Any, int]],
         order: tuple[str, str],
         arithmetic: Arithmetic,
     ) -> jax.Array:
-        """Which pairs of a block are kept; `seed` holds scalars.
+        """32 bits for each pair of a block, of which the upper 16 count.
 
         Args:
           rows: (start, size) of `t` (queries) and `s` (keys), multiples of 16.
@@ -77,11 +82,9 @@ class Dropout:
             bits = _halves(_joined(*words))
         else:
             bits = _joined(*map(_halves, words))
-        kept = bits < jnp.uint32(self.threshold)
         groups = tuple(x for n in shape for x in (n // 8, 8))
-        kept = kept.reshape(*groups, 2, 2)
-        kept = jnp.transpose(kept, (0, 4, 1, 2, 5, 3))
-        return kept.reshape(tuple(2 * n for n in shape))
+        bits = jnp.transpose(bits.reshape(*groups, 2, 2), (0, 4, 1, 2, 5, 3))
+        return bits.reshape(tuple(2 * n for n in shape))
 
 
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -89,7 +92,8 @@ def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _halves(x: jax.Array) -> jax.Array:
-    return _joined(x & jnp.uint32(_LEVELS - 1), x >> jnp.uint32(16))
+    """Each half of a word as the upper half of one; what lies below decides nothing."""
+    return _joined(x << jnp.uint32(16), x)
 
 
 def _philox(x0, x1, key, shape, arithmetic: Arithmetic):

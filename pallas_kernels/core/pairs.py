@@ -60,16 +60,15 @@ class Pairs:
         return Place(between + query, key, self.spec.keeps_past_only)
 
     @functools.cached_property
-    def _kept(self) -> jax.Array | None:
+    def _bits(self) -> jax.Array:
         dropout = self.spec.dropout
-        if dropout is None:
-            return None
+        assert dropout is not None
         groups = {
             n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
         }
-        kept = dropout.keep(groups, self.order, self.arithmetic)
+        bits = dropout.bits(groups, self.order, self.arithmetic)
         shape = tuple(self.rows[name][1] for name in self.order)
-        return kept if kept.shape == shape else kept[: shape[0], : shape[1]]
+        return bits if bits.shape == shape else bits[: shape[0], : shape[1]]
 
     def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         """The products of rows [query rows, h] and [key rows, h], pair by pair."""
@@ -93,12 +92,15 @@ class Pairs:
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""
-        return p if self._kept is None else jnp.where(self._kept, p, 0.0)
+        dropout = self.spec.dropout
+        if dropout is None:
+            return p
+        return self.arithmetic.where_below(p, self._bits, dropout.limit)
 
     def score_gradient(
         self, p: jax.Array, scores: Scores, dp: jax.Array, delta: jax.Array
     ) -> jax.Array:
-        """dz, the gradient before the soft cap.
+        """dz, the gradient before the soft cap, over `AttentionSpec.dropout_scale`.
 
         Args:
           p: probabilities.
@@ -106,8 +108,8 @@ class Pairs:
           dp: the product of do and v.
           delta: of the query rows.
         """
-        if self._kept is not None:
-            dp = self.drop(dp) * self.spec.dropout_scale
+        if self.spec.dropout is not None:
+            dp, delta = self.drop(dp), delta * (1 / self.spec.dropout_scale)
         ds = flash2.score_gradient(p, dp, delta)
         return self.spec.score.gradient(ds, scores.x, self.masked)
 

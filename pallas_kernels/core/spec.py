@@ -53,6 +53,11 @@ class AttentionSpec:
         return self.traced_offset + self.offset
 
     @property
+    def gradient_unit(self) -> float:
+        """Gradient of q.k over what `Pairs.score_gradient` gives."""
+        return self.score.gradient_unit * self.dropout_scale
+
+    @property
     def dropout_scale(self) -> float:
         """What the probabilities that dropout kept are multiplied by."""
         return 1.0 if self.dropout is None else self.dropout.scale

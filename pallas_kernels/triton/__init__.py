@@ -135,7 +135,7 @@ def _run(
     return kernel(q, k, v, spec, *rest, launch=launch)
 
 
-def _delta_struct(operands, lse: Named) -> Named:
+def _rows_struct(operands, lse: Named) -> Named:
     """Like lse, with every batch axis: any of o, do and dlse may be mapped alone."""
     size = sizes(operands)
     axes = (*(a for a in batch_axes(operands) if a not in lse.axes), *lse.axes)
@@ -176,11 +176,12 @@ def backward(
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     options = {"config": config, "precision": precision}
     _, lse, do, _ = saved
-    delta = _delta_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
-    grad_q, delta_array = _run(
-        dq, "dq", q, k, v, spec, saved, (outputs[0], delta), **options
+    rows = _rows_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
+    grad_q, *of_rows = _run(
+        dq, "dq", q, k, v, spec, saved, (outputs[0], rows, rows), **options
     )
-    saved = (lse, Named(delta_array, delta.axes), do)
+    delta, lse_log2 = (Named(x, rows.axes) for x in of_rows)
+    saved = (lse_log2, delta, do)
     grad_kv = dict(zip(("dk", "dv"), outputs[1:3], strict=True))
     structs, gradients = iter(outputs[3:]), [grad_q]
     if "dkv" in configs.kernels(_padded_heads([q, v])):
@@ -195,8 +196,8 @@ def backward(
         )
     if sink is not None:
         out = next(structs)
-        rows = sink_gradient(sink, saved[0], saved[1])
-        gradients.append(summed_to(rows, out.axes).astype(out.dtype))
+        gradient = sink_gradient(sink, lse, delta)
+        gradients.append(summed_to(gradient, out.axes).astype(out.dtype))
     return tuple(gradients)
 
 

@@ -49,7 +49,8 @@ def dkv(
 
     Args:
       q, k, v, spec, launch: as in the forward.
-      saved: lse and delta (axis `t` among others), and do (`t d`).
+      saved: lse_log2 and delta (axis `t` among others), as `dq` gives them, and do
+        (`t d`).
       outputs: shape structs by name, "dk" and "dv" or one of them.
     """
     layout = memory.Layout(
@@ -60,7 +61,7 @@ def dkv(
     )
 
     def kernel(q, k, v, spec, saved, views):
-        lse, delta, do = saved
+        lse_log2, delta, do = saved
         spec, where = program.key_program(spec, layout)
         k_block = k.load(("s", "h"), where)
         v_block = v.load(("s", "d"), where) if "dk" in outputs else None
@@ -74,18 +75,17 @@ def dkv(
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_block = q.load(("t", "h"), here)
                 scores = pairs.scores(q_block, k_block)
-                lse_block = lse.load(("s", "t"), here, padding=flash2.PADDING_LSE)
-                lse_log2 = flash2.lse_log2(lse_block)
-                p = flash2.probabilities(scores, lse_log2, launch.arithmetic)
+                lse_block = lse_log2.load(("s", "t"), here, padding=flash2.PADDING_LSE)
+                p = flash2.probabilities(scores, lse_block, launch.arithmetic)
                 do_block = do.load(("t", "d"), here)
+                # Before the product for dv, so that it runs beside the exponents.
+                dp = pairs.product(do_block, v_block) if "dk" in sums else None
                 if "dv" in sums:
                     dropped = pairs.drop(p).astype(do.dtype)
                     sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)
-                if "dk" in sums:
-                    dp = pairs.product(do_block, v_block)
-                    dz = pairs.score_gradient(
-                        p, scores, dp, delta.load(("s", "t"), here)
-                    )
+                if dp is not None:
+                    delta_block = delta.load(("s", "t"), here)
+                    dz = pairs.score_gradient(p, scores, dp, delta_block)
                     dz = dz.astype(q.dtype)
                     sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)
                 return sums
@@ -102,7 +102,7 @@ def dkv(
         else:
             sums = lax.fori_loop(np.int32(0), np.int32(layout.group), head, sums)
         where["s"] = layout.rows_at("s", where["s"].start)
-        unit = {"dk": spec.score.gradient_unit, "dv": spec.dropout_scale}
+        unit = {"dk": spec.gradient_unit, "dv": spec.dropout_scale}
         for name, view in zip(outputs, views, strict=True):
             view.store(sums[name] * unit[name], where)
 
@@ -122,16 +122,16 @@ def dq(
     v: Named,
     spec: AttentionSpec,
     saved: tuple[Named, Named, Named, Named],
-    outputs: tuple[Named, Named],
+    outputs: tuple[Named, Named, Named],
     *,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Gradient of query, and the delta that `dkv` needs.
+    """Gradient of query, and what the other kernels need of each row.
 
     Args:
       q, k, v, spec, launch: as in the forward.
       saved: o and do (axes `t d` among others), lse and dlse (`t`): (o, lse, do, dlse).
-      outputs: shape structs of dq and delta (as lse).
+      outputs: shape structs of dq, delta and lse_log2 (as lse).
     """
     layout = memory.Layout(
         [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
@@ -142,7 +142,6 @@ def dq(
 
     def kernel(q, k, v, spec, saved, outputs):
         o, lse, do, dlse = saved
-        dq_out, delta_out = outputs
         spec, where, kv_blocks = program.query_program(spec, layout)
         q_block = q.load(("t", "h"), where)
         do_block = do.load(("t", "d"), where)
@@ -150,7 +149,7 @@ def dq(
         delta = flash2.delta(
             o.load(("t", "d"), where), lse_block, do_block, dlse.load(("t",), where)
         )
-        lse_log2 = flash2.lse_log2(lse_block)[:, None]
+        lse_log2 = flash2.lse_log2(lse_block)
 
         def visit(masked, j, dq):
             here = program.visit_at(spec, where, layout, "s", j, masked)
@@ -158,16 +157,16 @@ def dq(
             k_block = k.load(("s", "h"), here)
             v_block = v.load(("s", "d"), here)
             scores = pairs.scores(q_block, k_block)
-            p = flash2.probabilities(scores, lse_log2, launch.arithmetic)
+            p = flash2.probabilities(scores, lse_log2[:, None], launch.arithmetic)
             dp = pairs.product(do_block, v_block)
             dz = pairs.score_gradient(p, scores, dp, delta[:, None])
             return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
 
         dq = jnp.zeros((launch.blocks.block_q, where["h"].size), jnp.float32)
-        dq = kv_blocks.fold(visit, dq) * spec.score.gradient_unit
+        dq = kv_blocks.fold(visit, dq) * spec.gradient_unit
         where["t"] = layout.rows_at("t", where["t"].start)
-        dq_out.store(dq, where)
-        delta_out.store(delta, where)
+        for view, value in zip(outputs, (dq, delta, lse_log2), strict=True):
+            view.store(value, where)
 
     return memory.call(
         kernel,
@@ -213,7 +212,7 @@ def operand(
     )
 
     def kernel(q, k, v, spec, saved, outputs):
-        lse, delta, do = saved
+        lse_log2, delta, do = saved
         spec, where, result = program.tile_program(spec, layout)
 
         def add_element(index, total):
@@ -222,10 +221,9 @@ def operand(
             def visit(masked, block, total):
                 at = program.visit_at(here_spec, here, layout, name, block, masked)
                 pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
-                lse_block = lse.load(("t", "s"), at, padding=flash2.PADDING_LSE)
-                lse_log2 = flash2.lse_log2(lse_block)
+                lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
                 scores = pairs.scores(q.load(("t", "h"), at), k.load(("s", "h"), at))
-                p = flash2.probabilities(scores, lse_log2, launch.arithmetic)
+                p = flash2.probabilities(scores, lse_block, launch.arithmetic)
                 dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
                 dz = pairs.score_gradient(p, scores, dp, delta.load(("t", "s"), at))
                 return total + pairs.operand_gradient(field, dz, own)
@@ -238,7 +236,7 @@ def operand(
             total = lax.fori_loop(np.int32(0), np.int32(count), add_element, total)
         else:
             total = add_element(np.int32(0), total)
-        outputs[0].store(total, result)
+        outputs[0].store(total * spec.dropout_scale, result)
 
     return memory.call(
         kernel,

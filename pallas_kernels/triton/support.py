@@ -134,7 +134,9 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
         return Arithmetic()
     # The approximate tanh is off by 2^-11: less than the rounding of bfloat16.
     tanh = jnp.tanh if dtype == jnp.float32 else plgpu.approx_tanh
-    return Arithmetic(exp2=_exp2, tanh=tanh, wide_product=_wide_product)
+    return Arithmetic(
+        exp2=_exp2, where_below=_where_below, tanh=tanh, wide_product=_wide_product
+    )
 
 
 def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
@@ -150,6 +152,19 @@ def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
         f"fma.rn.ftz.f32 e, $1, 0f{scale:08X}, e; ex2.approx.ftz.f32 $0, e;}}",
         args=[x, jnp.broadcast_to(jnp.asarray(shift, x.dtype), x.shape)],
         constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def _where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
+    """In two instructions; the compiler would choose after rounding to two bytes."""
+    (result,) = plgpu.elementwise_inline_asm(
+        f"{{.reg .pred p; setp.lt.u32 p, $2, {limit}; "
+        "selp.f32 $0, $1, 0f00000000, p;}",
+        args=[x, lax.bitcast_convert_type(bits, jnp.int32)],
+        constraints="=f,f,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
