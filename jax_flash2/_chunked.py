@@ -242,7 +242,7 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
 
                 return flash2.step(state, scores, product)
 
-            state = flash2.init(plan.block_q, v.shape[1], dtype)
+            state = flash2.init(plan.block_q, v.shape[1], dtype=dtype)
             state = _at(ranges, i).fold(visit, state)
             sink = None if spec.sink is None else spec.sink.value
             o, lse = flash2.finish(state, sink)

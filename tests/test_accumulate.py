@@ -80,7 +80,7 @@ def _attend(name: str, dtype=jnp.bfloat16):
 
 def test_the_rows_are_begun_again(monkeypatch):
     """The cases above are right because of that, and of nothing else."""
-    monkeypatch.setattr(flash2, "in_range", lambda state, dtype: state.l == state.l)
+    monkeypatch.setattr(flash2, "in_range", lambda state, dtype: state.m == state.m)
     jax.clear_caches()
     assert np.isfinite(_attend("rising")).all()
     assert not np.isfinite(_attend("beyond_float32")).all()
@@ -92,12 +92,12 @@ def test_the_rows_are_begun_again(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_range_is_of_the_products(dtype):
     sums = jnp.asarray([0.0, 0.4, 1.0, 2.0**14, 2.0**17, 2.0**29, 2.0**31, jnp.nan])
-    state = flash2.State(jnp.zeros(8), sums, sums[:, None])
+    state = flash2.State(jnp.zeros(8), sums[:, None], sums[:, None])
     most = 2.0**15 if dtype == jnp.float16 else 2.0**30
     expected = [0.5 <= x <= most for x in sums.tolist()]
     assert flash2.in_range(state, dtype).tolist() == expected
     m = jnp.asarray([-jnp.inf, -1e5, -1e4, 0.0, 1e4, 1e5])
-    state = flash2.State(m, jnp.ones(6), jnp.ones((6, 1)))
+    state = flash2.State(m, jnp.ones((6, 1)), jnp.ones((6, 1)))
     near = [dtype != jnp.float16, False, True, True, True, False]
     assert flash2.in_range(state, dtype).tolist() == near
 

@@ -61,14 +61,21 @@ class State(NamedTuple):
     """What a block of query rows carries along the keys."""
 
     m: jax.Array  # [rows], in units of log2; -inf where nothing has been kept
-    l: jax.Array  # [rows]
+    l: jax.Array  # [rows, parts]: a row's sum, in parts
     acc: jax.Array  # [rows, value head size]
 
 
-def init(rows: int, head_size: int, dtype=jnp.float32) -> State:
-    """The state before any key has been seen."""
+def init(rows: int, head_size: int, parts: int = 1, dtype=jnp.float32) -> State:
+    """The state before any key has been seen.
+
+    Args:
+      parts: of a row's sum, a divisor of the number of keys in a block. A part is the
+        sum of every `parts`th key: where that is how keys are dealt to the lanes of a
+        warp, no lane waits for another before the sum is wanted.
+    """
     m = jnp.full((rows,), -jnp.inf, dtype)
-    return State(m, jnp.zeros((rows,), dtype), jnp.zeros((rows, head_size), dtype))
+    l, acc = (jnp.zeros((rows, size), dtype) for size in (parts, head_size))
+    return State(m, l, acc)
 
 
 def step(
@@ -98,7 +105,8 @@ def step(
     # From the block's own maximum first: that is exactly 0 there, however large it is.
     shift = _finite(top) - _finite(here)
     p = arithmetic.exp2(x - _finite(largest)[:, None], scale, shift[:, None])
-    return _add(State(top, l * alpha, acc * alpha[:, None]), p, product)
+    alpha = alpha[:, None]
+    return _add(State(top, l * alpha, acc * alpha), p, product)
 
 
 def accumulate(
@@ -118,7 +126,9 @@ def accumulate(
 
 def _add(state: State, p: jax.Array, product: Callable) -> State:
     m, l, acc = state
-    return State(m, l + jnp.sum(p, axis=1), acc + product(p))
+    rows, parts = l.shape
+    sums = jnp.sum(p.reshape(rows, -1, parts), axis=1)
+    return State(m, l + sums, acc + product(p))
 
 
 def in_range(state: State, dtype) -> jax.Array:
@@ -133,7 +143,8 @@ def in_range(state: State, dtype) -> jax.Array:
     narrow = largest < 2.0**30
     m = jnp.abs(state.m if narrow else _finite(state.m))
     limit = largest / 2 if narrow else 2.0**30
-    return (m <= 2.0**14) & (state.l >= 0.5) & (state.l <= limit)
+    l = jnp.sum(state.l, axis=1)
+    return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
 
 
 def _finite(m: jax.Array) -> jax.Array:
@@ -151,7 +162,8 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
       sink: a logit that joins every row's softmax, without a value; or None.
     """
     m, l, acc = state
-    m, empty = _finite(m), l == 0.0
+    m, l = _finite(m), jnp.sum(l, axis=1)
+    empty = l == 0.0
     if sink is not None:
         sink = sink.astype(m.dtype) * LOG2_E
         joint = jnp.maximum(m, sink)
@@ -159,8 +171,8 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
         alpha = jnp.exp2(m - shift)
         l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
         m, acc = jnp.where(empty, m, joint), acc * alpha[:, None]
-    o = acc / jnp.where(empty, 1.0, l)[:, None]
-    return o, m * LN_2 + jnp.log(l)
+    inverse = 1.0 / jnp.where(empty, 1.0, l)
+    return acc * inverse[:, None], m * LN_2 + jnp.log(l)
 
 
 def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:

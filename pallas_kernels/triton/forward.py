@@ -25,6 +25,9 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, program
 from pallas_kernels.triton.memory import Launch
 
+# A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
+_PARTS = 8
+
 
 def forward(
     q: Named,
@@ -68,7 +71,7 @@ def forward(
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
 
-        nothing = flash2.init(launch.blocks.block_q, where["d"].size)
+        nothing = flash2.init(launch.blocks.block_q, where["d"].size, _PARTS)
         # Triton takes a loop apart that it knows to have one round, and gives each of
         # its copies shared memory: a 1 that is not known until the kernel runs.
         one = jnp.asarray(where["t"].start >= 0, jnp.int32)
