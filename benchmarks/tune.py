@@ -138,7 +138,6 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         need = configs.shared_memory(kernel, blocks, heads, size, pair_bytes)
         half = size == 2 and head_size <= 256
         large = 2**12 if half and head_size <= 128 else 2**10
-        large = min(large, 2**11) if kernel == "forward" else large
         if half and (own < 16 * blocks.num_warps or other < 32):
             continue
         if head_size <= 128 and half and blocks.num_stages == 1:

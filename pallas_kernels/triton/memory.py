@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.configs import Blocks, padded
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
-from pallas_kernels.triton import support
+from pallas_kernels.triton import addresses, support
 from pallas_kernels.triton.registers import with_registers
 
 # Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1).
@@ -76,6 +76,7 @@ class View:
 
     ref: Any
     axes: tuple[str, ...]
+    interpret: bool  # of `Launch`
 
     @property
     def dtype(self):
@@ -119,7 +120,7 @@ class View:
         other = None
         if mask is not None:
             other = bool(padding) if self.dtype == jnp.bool_ else padding
-        x = support.load(self.ref.at[index], mask=mask, other=other)
+        x = addresses.load(self.ref, index, mask, other, interpret=self.interpret)
         wanted = [name for name in order if name in kept]
         x = x if wanted == kept else jnp.transpose(x, [kept.index(a) for a in wanted])
         missing = [i for i, name in enumerate(order) if name not in kept]
@@ -129,7 +130,8 @@ class View:
         """Writes a block, cast to the dtype of the Ref, up to the limits of `where`."""
         order = tuple(name for name in self.axes if isinstance(where[name], Rows))
         index, _, mask = self._index(where, order)
-        support.store(self.ref.at[index], value.astype(self.dtype), mask=mask)
+        value = value.astype(self.dtype)
+        addresses.store(self.ref, index, value, mask, interpret=self.interpret)
 
 
 def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
@@ -270,7 +272,9 @@ def call(
     specs, kept = zip(*map(layout.block_spec, (*operands, *outputs)), strict=True)
 
     def body(*refs):
-        views = list(map(View, refs, kept))
+        views = [
+            View(*named, launch.interpret) for named in zip(refs, kept, strict=True)
+        ]
         kernel(*tree.unflatten(views[: len(operands)]), tuple(views[len(operands) :]))
 
     body.__name__ = body.__qualname__ = name

@@ -15,9 +15,6 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import configs
 from pallas_kernels.core.arithmetic import Arithmetic
 
-load = plgpu.load
-store = plgpu.store
-
 _CAPABILITY = {  # of devices known by name only, when lowering without a GPU
     "A100": 80,
     "A10": 86,

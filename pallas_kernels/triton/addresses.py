@@ -1,0 +1,146 @@
+"""Loads and stores of blocks at addresses that the compiler can take apart.
+
+Pallas adds up the place of each element in 32 bits, the block's start with it. Such a
+sum might wrap, for all that the compiler knows, so every vector that a thread copies
+keeps an index of its own and has it widened to an address in each round of a loop. Here
+the start is one 64-bit scalar, and the elements lie at constant distances from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+
+try:
+    from jax._src.pallas.triton import lowering as pallas
+    from jax._src.state.types import WriteEffect
+except ImportError:  # private names: without them kernels are as right, and less fast
+    pallas = None
+
+_load = Primitive("load_block")
+_store = Primitive("store_block")
+_store.multiple_results = True
+
+
+def load(
+    ref: Any, index: tuple, mask: jax.Array | None, other: Any, *, interpret: bool
+) -> jax.Array:
+    """The block of an input at `index`.
+
+    Args:
+      ref: a Ref of a kernel, which nothing writes.
+      index: for each axis of the Ref a number or a `pl.ds`, one `pl.ds` at least.
+      mask: which elements exist, in the shape of the block; None for all.
+      other: what the others are loaded as.
+      interpret: whether the kernel runs in Pallas's interpreter.
+    """
+    if interpret or pallas is None:
+        return plgpu.load(ref.at[index], mask=mask, other=other)
+    starts, sizes = _cut(index)
+    masks = [] if mask is None else [mask]
+    return _load.bind(ref, *starts, *masks, sizes=sizes, other=other)
+
+
+def store(
+    ref: Any, index: tuple, value: jax.Array, mask: jax.Array | None, *, interpret: bool
+) -> None:
+    """Writes the block of an output at `index`, where `mask` is set."""
+    if interpret or pallas is None:
+        plgpu.store(ref.at[index], value, mask=mask)
+        return
+    starts, sizes = _cut(index)
+    masks = [] if mask is None else [mask]
+    _store.bind(ref, value, *starts, *masks, sizes=sizes)
+
+
+def _cut(index: tuple) -> tuple[list[jax.Array], tuple[int | None, ...]]:
+    slices = [place if isinstance(place, pl.Slice) else None for place in index]
+    places = zip(index, slices, strict=True)
+    starts = [jnp.int32(place if s is None else s.start) for place, s in places]
+    return starts, tuple(None if s is None else s.size for s in slices)
+
+
+@_load.def_abstract_eval
+def _(ref, *_, sizes, other):
+    del other
+    shape = tuple(size for size in sizes if size is not None)
+    return jax.core.ShapedArray(shape, ref.dtype)
+
+
+@_store.def_effectful_abstract_eval
+def _(*_, sizes):
+    del sizes
+    return [], {WriteEffect(0)}
+
+
+def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
+    """Of the elements of a block.
+
+    Args:
+      info: Pallas's, of the operand and of what a program sees of it.
+      pointer: to the operand's first element.
+      starts: in what the program sees, an iterator over numbers.
+      sizes: in each axis of that; None for an axis that the block lacks.
+    """
+    wide = ir.IntegerType.get_signless(64)
+    shape = [size for size in sizes if size is not None]
+    first, distances = pallas._full(wide, 0), None
+
+    def advanced(start: ir.Value, stride: int) -> ir.Value:
+        start = pallas._ir_cast(start, wide, signed=True)
+        return pallas._add(first, pallas._mul(start, pallas._full(wide, stride)))
+
+    axis, seen = 0, iter(sizes)
+    for i, place in enumerate(info.start_indices):
+        stride = math.prod(info.full_shape_dtype.shape[i + 1 :])
+        if place is not None:
+            place = pallas._ensure_ir_value(place, jax.core.ShapedArray((), np.int32))
+            first = advanced(place, stride)
+        if isinstance(info.block_shape[i], pallas.pallas_core.Squeezed):
+            continue
+        first, size = advanced(next(starts), stride), next(seen)
+        if size is None:
+            continue
+        numbers = pallas._make_range(0, size)
+        for other in range(len(shape)):
+            if other != axis:
+                numbers = pallas._expand_dims(numbers, other)
+        numbers = pallas._mul(numbers, pallas._full(numbers.type, stride))
+        numbers = pallas._bcast_to(numbers, shape)
+        distances = numbers if distances is None else pallas._add(distances, numbers)
+        axis += 1
+    begin = pallas._bcast_to(pallas._add(pointer, first), shape)
+    return pallas._add(begin, distances)
+
+
+def _lower_load(ctx, pointer: ir.Value, *operands, sizes, other) -> ir.Value:
+    values = map(pallas._ensure_ir_value, operands, ctx.avals_in[1:])
+    addresses = _addresses(ctx.block_infos[0], pointer, values, sizes)
+    mask = next(values, None)
+    if mask is None:
+        return pallas._load(addresses)
+    (result,) = ctx.avals_out
+    element = pallas._dtype_to_ir_type(result.dtype)
+    padding = pallas._full(ir.RankedTensorType.get(result.shape, element), other)
+    return pallas._load(addresses, mask=mask, other=padding)
+
+
+def _lower_store(ctx, pointer: ir.Value, *operands, sizes) -> list:
+    values = map(pallas._ensure_ir_value, operands, ctx.avals_in[1:])
+    value = next(values)
+    addresses = _addresses(ctx.block_infos[0], pointer, values, sizes)
+    pallas._store(addresses, value, mask=next(values, None))
+    return []
+
+
+if pallas is not None:
+    pallas.register_lowering(_load)(_lower_load)
+    pallas.register_lowering(_store)(_lower_store)
