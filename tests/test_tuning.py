@@ -66,11 +66,11 @@ def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
     assert configs.table("NVIDIA Unheard Of") == configs.table(H200)
     options = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
     options |= {"kind": "few", "gpu": "NVIDIA Unheard Of"}
-    tuned = configs.table(H200)["dkv"]["128"]
-    here = configs.choose("dkv", None, limit=227 << 10, **options)
+    tuned = configs.table(H200)["dq"]["128"]
+    here = configs.choose("dq", None, limit=227 << 10, **options)
     assert here == Blocks(*tuned["few"])
-    small = configs.choose("dkv", None, limit=99 << 10, **options)
-    need = functools.partial(configs.shared_memory, "dkv", heads=(128, 128), itemsize=2)
+    small = configs.choose("dq", None, limit=99 << 10, **options)
+    need = functools.partial(configs.shared_memory, "dq", heads=(128, 128), itemsize=2)
     assert need(small) <= 99 << 10 < need(here)
 
 
