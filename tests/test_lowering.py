@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
 from pallas_kernels import configs
-from pallas_kernels.triton import registers
+from pallas_kernels.triton import addresses, registers
 from tests.cases import CASES, by_name
 from tests.lowering import lower_for_gpu
 
@@ -201,14 +201,20 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
     assert text.count("ttg.maxnreg") == (kernels if most else 0)
 
 
-def test_kernels_lower_without_the_private_name(monkeypatch):
-    monkeypatch.setattr(registers, "register_lowering", None)
+def test_kernels_lower_without_private_names(monkeypatch):
     config = configs.Config(forward=configs.Blocks(64, 64, 4, 2, 128))
-    run, shapes = forward_and_backward(by_name("plain"), jnp.bfloat16, config=config)
+    run, shapes = forward_and_backward(
+        by_name("bias_shared"), jnp.bfloat16, config=config
+    )
+    text = lower_for_gpu(run, *shapes)
+    assert text.count("extsi") == text.count("__gpu$xla.gpu.triton")  # of a start
+    monkeypatch.setattr(registers, "register_lowering", None)
+    monkeypatch.setattr(addresses, "pallas", None)
     jax.clear_caches()
     text = lower_for_gpu(run, *shapes)
     assert "flash2_forward" in text
     assert "ttg.maxnreg" not in text
+    assert "extsi" not in text
     jax.clear_caches()
 
 
