@@ -9,6 +9,7 @@ the start is one 64-bit scalar, and the elements lie at constant distances from 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -22,7 +23,15 @@ from jaxlib.mlir import ir
 try:
     from jax._src.pallas.triton import lowering as pallas
     from jax._src.state.types import WriteEffect
-except ImportError:  # private names: without them kernels are as right, and less fast
+except ImportError:
+    pallas = None
+
+# Private names: without one of them kernels are as right, and less fast.
+_NAMES = """
+    _add _bcast_to _dtype_to_ir_type _ensure_ir_value _expand_dims _full _ir_cast _load
+    _make_range _mul _store pallas_core register_lowering
+"""
+if not all(hasattr(pallas, name) for name in _NAMES.split()):
     pallas = None
 
 _load = Primitive("load_block")
@@ -42,7 +51,7 @@ def load(
       other: what the others are loaded as.
       interpret: whether the kernel runs in Pallas's interpreter.
     """
-    if interpret or pallas is None:
+    if not _ours(interpret):
         return plgpu.load(ref.at[index], mask=mask, other=other)
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
@@ -53,12 +62,22 @@ def store(
     ref: Any, index: tuple, value: jax.Array, mask: jax.Array | None, *, interpret: bool
 ) -> None:
     """Writes the block of an output at `index`, where `mask` is set."""
-    if interpret or pallas is None:
+    if not _ours(interpret):
         plgpu.store(ref.at[index], value, mask=mask)
         return
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
     _store.bind(ref, value, *starts, *masks, sizes=sizes)
+
+
+def _ours(interpret: bool) -> bool:
+    if pallas is None and not interpret:
+        warnings.warn(
+            f"jax {jax.__version__} lacks names that addresses of attention kernels "
+            "are made with: results are as right, but kernels slower",
+            stacklevel=2,
+        )
+    return pallas is not None and not interpret
 
 
 def _cut(index: tuple) -> tuple[list[jax.Array], tuple[int | None, ...]]:
