@@ -128,23 +128,27 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": support.device_kind()}
     found = [configs.choose(kernel, None, kind=regime, **options)]
     rows = (16, 32, 64, 128, 256)
-    for sizes in itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3)):
-        blocks = Blocks(*sizes)
+    half = size == 2 and head_size <= 256
+    left = {"forward": 1, "dv": 1, "operand": 0}.get(kernel, 2)  # operands to be held
+    both = (False, True) if half and left else (False,)
+    shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
+    for sizes, held in itertools.product(shapes, both):
+        blocks = Blocks(*sizes, held=held)
         own, other = blocks.block_q, blocks.block_kv
         if kernel in ("dkv", "dk", "dv"):
             own, other = other, own
         accumulators = 2 if kernel == "dkv" else 0 if kernel == "operand" else 1
         scores = 1 if kernel in ("forward", "dv") else 2
         values = own * (accumulators * head_size + scores * other)
+        values += own * left * head_size / 2 if held else 0
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
         need = configs.shared_memory(kernel, blocks, heads, size, pair_bytes)
-        half = size == 2 and head_size <= 256
         large = 2**12 if half and head_size <= 128 else 2**10
         if half and (own < 16 * blocks.num_warps or other < 32):
             continue
         if head_size <= 128 and half and blocks.num_stages == 1:
             continue
-        if need <= limit and 64 <= each <= 200 and large <= own * other <= 2**14:
+        if need <= limit and 64 <= each <= 208 and large <= own * other <= 2**14:
             found.append(blocks)
             # Registers for as many programs as shared memory has room for: it is 1 KiB
             # larger than a program may use, and each takes 1 KiB more than it uses.
@@ -251,8 +255,11 @@ def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: 
 
 
 def _numbers(blocks: Blocks) -> list[int]:
-    """As in a table: without a bound on registers where there is none."""
-    return [n for n in dataclasses.astuple(blocks) if n is not None]
+    """As in a table: without what is left out of `Blocks`."""
+    numbers = list(dataclasses.astuple(blocks))
+    while numbers and numbers[-1] in (None, False):
+        numbers.pop()
+    return numbers
 
 
 def best(rows: Iterable[dict]) -> dict[tuple[str, int, str], list[int]]:

@@ -43,6 +43,9 @@ class Blocks:
       max_registers: of a thread, a multiple of 8 from 24 to 248; None leaves them to
         the compiler. With fewer more programs share a multiprocessor, which has 65,536
         for all of their threads; with too few values spill to memory.
+      held: whether what multiplies every block from the left (queries; for `dq` output
+        gradients too; for `dkv` keys and values) stays in registers, and leaves shared
+        memory and its bandwidth to the rest.
     """
 
     block_q: int
@@ -50,6 +53,7 @@ class Blocks:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    held: bool = False
 
     def __post_init__(self):
         for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
@@ -70,6 +74,8 @@ class Blocks:
                 "max_registers must be None or a multiple of 8 from 24 to 248, "
                 f"got {most!r}"
             )
+        if not isinstance(self.held, bool):
+            raise ValueError(f"held must be True or False, got {self.held!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +223,12 @@ def shared_memory(
         resident = resident / 2 if kernel == "dv" else resident  # no v
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
-    return int((resident + stages * streamed) * sum(heads) * itemsize) + tiles
+    if blocks.held:  # they pass through shared memory one by one, before the loop
+        resident, least = 0, resident * max(heads) * itemsize
+    else:
+        least = 0
+    need = (resident + stages * streamed) * sum(heads) * itemsize
+    return int(max(need, least)) + tiles
 
 
 def _candidates(

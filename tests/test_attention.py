@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Config, attention
+from jax_flash2 import Blocks, Config, attention
 from tests import tolerances
 from tests.cases import BACKENDS, CASES, ON_GPU, Case, by_name
 from tests.tolerances import cotangents_for
@@ -35,6 +35,7 @@ def test_error_rule(case, dtype, backends, record_property):
 
 
 def check_error_rule(case, dtype, backends, record_property, **more):
+    """Of backends by name, or by arguments of `attention`."""
     case = case.full() if ON_GPU else case
     dtype = jnp.dtype(dtype)
     arrays, arguments = case.inputs(dtype)
@@ -44,7 +45,8 @@ def check_error_rule(case, dtype, backends, record_property, **more):
     plain = tolerances.plain(arrays, cotangents, arguments)
     unit = tolerances.unit_roundoff(dtype, more.get("precision"))
     for backend in backends:
-        options = {**arguments, **BACKENDS[backend]}
+        chosen = BACKENDS[backend] if isinstance(backend, str) else backend
+        options = {**arguments, **chosen}
         actual = tolerances.evaluate(arrays, cotangents, options)
         found = tolerances.check(actual, exact, plain, unit)
         worst = float(max(found.values(), default=0.0))
@@ -55,6 +57,21 @@ def check_error_rule(case, dtype, backends, record_property, **more):
 def test_highest_precision_is_float32(name, record_property):
     more = {"precision": "highest"}
     check_error_rule(by_name(name), "float32", BACKENDS, record_property, **more)
+
+
+HELD = ("plain", "causal_more_keys", "gqa", "head_40", "head_192_128", "everything")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="registers are a GPU's")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HELD)
+def test_blocks_held_in_registers(name, dtype, record_property):
+    case = by_name(name)
+    small = 16 if max(case.h, case.d) > 128 or dtype == "float32" else 64
+    rows, keys = Blocks(64, small, 4, 2, held=True), Blocks(small, 64, 4, 2, held=True)
+    config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
+    backend = {"implementation": "triton", "config": config}
+    check_error_rule(case, dtype, [backend], record_property)
 
 
 def _naive(q, k, v, keep, arguments):

@@ -72,6 +72,7 @@ def test_many_distinct_wrong_calls():
         ((64, 64, 4, 1, 100), ["max_registers", "multiple of 8", "100"]),
         ((64, 64, 4, 1, 256), ["max_registers", "248", "256"]),
         ((64, 64, 4, 1, "no"), ["max_registers", "'no'"]),
+        ((64, 64, 4, 1, None, 1), ["held", "True or False", "1"]),
     ],
 )
 def test_wrong_blocks(arguments, words):

@@ -201,6 +201,19 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
     assert text.count("ttg.maxnreg") == (kernels if most else 0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_held_blocks_lower_and_save_shared_memory(dtype):
+    blocks = configs.Blocks(64, 64, 4, 2)
+    held = dataclasses.replace(blocks, held=True)
+    config = configs.Config(**dict.fromkeys(configs.KERNELS, held))
+    case = by_name("bias_shared")
+    run, shapes = forward_and_backward(case, dtype, config=config)
+    assert "flash2_dq" in lower_for_gpu(run, *shapes)
+    for kernel in ("forward", "dq", "dkv"):
+        need = functools.partial(configs.shared_memory, kernel)
+        assert need(held, (128, 128), 2) < need(blocks, (128, 128), 2)
+
+
 def test_kernels_lower_without_private_names(monkeypatch):
     config = configs.Config(forward=configs.Blocks(64, 64, 4, 2, 128))
     run, shapes = forward_and_backward(

@@ -63,8 +63,8 @@ def dkv(
     def kernel(q, k, v, spec, saved, views):
         lse_log2, delta, do = saved
         spec, where = program.key_program(spec, layout)
-        k_block = k.load(("s", "h"), where)
-        v_block = v.load(("s", "d"), where) if "dk" in outputs else None
+        k_block = launch.left(k.load(("s", "h"), where))
+        v_block = launch.left(v.load(("s", "d"), where)) if "dk" in outputs else None
 
         def head(g, sums):
             head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
@@ -150,6 +150,7 @@ def dq(
             o.load(("t", "d"), where), lse_block, do_block, dlse.load(("t",), where)
         )
         lse_log2 = flash2.lse_log2(lse_block)
+        q_block, do_block = launch.left(q_block), launch.left(do_block)
 
         def visit(masked, j, dq):
             here = program.visit_at(spec, where, layout, "s", j, masked)

@@ -50,6 +50,12 @@ class Launch:
     arithmetic: Arithmetic
     interpret: bool
 
+    def left(self, block: jax.Array) -> jax.Array:
+        """A block that multiplies others from the left, where `Blocks` wants it."""
+        if self.interpret or not self.blocks.held:
+            return block
+        return support.in_registers(block)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
