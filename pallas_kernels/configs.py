@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -244,8 +245,9 @@ def _candidates(
     kind = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, kind)
     # What was chosen for elements of two bytes is too large for others.
     names = [kind, "plain"] if itemsize == 2 else [kind]
-    best = [tuned[name] for name in names if name in tuned]
-    return [Blocks(*blocks) for blocks in (*best, *_SMALLER[kernel][size])]
+    best: list[Any] = [tuned[name] for name in names if name in tuned]
+    best += _SMALLER[kernel][size]
+    return [Blocks(*blocks) for blocks in best]
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float) -> int:
