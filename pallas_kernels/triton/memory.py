@@ -23,7 +23,8 @@ from pallas_kernels.core.axes import Axes, Named, batch_axes, sizes
 from pallas_kernels.triton import addresses, support
 from pallas_kernels.triton.registers import with_registers
 
-# Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1).
+# Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1): of scalars, and
+# of blocks too where `addresses` must leave them to it.
 MOST_ELEMENTS = 2**31
 
 
