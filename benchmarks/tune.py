@@ -86,13 +86,15 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(8192), {"local_window_size": (1023, None)}),
         ]
     if regime == "heavy":
-        key = jax.random.PRNGKey(0)
+        mask = jnp.ones((1, 1, 4096, 4096), bool)
+        alibi = {"alibi_slopes": slopes}
         return [
-            Problem(
-                shape(4096), arrays={"alibi_slopes": slopes}, operand="alibi_slopes"
-            ),
-            Problem(shape(4096), {"dropout_rate": 0.1}, {"dropout_rng": key}),
+            Problem(shape(4096), arrays=alibi, operand="alibi_slopes"),
+            Problem(shape(4096), arrays={"mask": mask}),
         ]
+    if regime == "dropout":
+        key = jax.random.PRNGKey(0)
+        return [Problem(shape(4096), {"dropout_rate": 0.1}, {"dropout_rng": key})]
     if regime == "bias":
         bias = jax.random.normal(jax.random.key(0), (1, 1, 4096, 4096), jnp.bfloat16)
         return [Problem(shape(4096), arrays={"bias": bias}, operand="bias")]

@@ -184,8 +184,9 @@ REGIMES = {
     "single": "at most one program of 128 query rows to a multiprocessor",
     "few": "at most eight of them",
     "short": "a window of few keys, or packed documents, long ones too",
-    "heavy": "arithmetic for every pair: ALiBi, dropout",
-    "bias": "bytes for every pair: a bias",
+    "heavy": "arithmetic or one byte for every pair: ALiBi, a mask",
+    "dropout": "bits made for every pair",
+    "bias": "more bytes for every pair: a bias",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
 }

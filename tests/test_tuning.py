@@ -53,6 +53,12 @@ def _warps_and_grid(batch, length, heads, **arguments):
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),
         ((2, 8192, 16), {"alibi_slopes": jnp.ones(16)}, "heavy"),
+        ((2, 8192, 16), {"mask": jnp.ones((8192, 8192), bool)}, "heavy"),
+        (
+            (2, 8192, 16),
+            {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+            "dropout",
+        ),
         ((2, 8192, 16), {"bias": jnp.ones((8192, 8192))}, "bias"),
     ],
 )
@@ -60,6 +66,16 @@ def test_a_call_takes_the_blocks_of_its_regime(shape, arguments, regime):
     tuned = configs.table(H200)["forward"]["128"]
     rows, _, warps, *_ = tuned.get(regime, tuned["plain"])
     assert _warps_and_grid(*shape, **arguments) == (warps, shape[1] // rows)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+def test_two_programs_with_a_mask_fit_a_multiprocessor(head):
+    """With one, a mask of pairs took half as long again (128, T 8192)."""
+    options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
+    options |= {"kind": "heavy", "gpu": H200, "pair_bytes": 1, "limit": 227 << 10}
+    blocks = configs.choose("forward", None, **options)
+    need = configs.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
+    assert 2 * (need + 1024) <= 228 << 10
 
 
 def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():

@@ -67,7 +67,9 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
     """What is unusual about a call (`configs.REGIMES`)."""
     if pair_bytes > 1:
         return "bias"
-    if spec.score.positional or spec.dropout is not None:
+    if spec.dropout is not None:
+        return "dropout"
+    if spec.score.positional or pair_bytes:
         return "heavy"
     # Packed documents are mostly short beside a row of them.
     packed = any(isinstance(atom, SegmentIds) for atom in spec.masks)
