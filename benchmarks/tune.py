@@ -12,6 +12,7 @@ below; a GPU without one takes the H200's, where it fits.
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -84,6 +85,7 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(8192), arrays={"query_segment_ids": rows}),
             Problem(shape(8192), arrays={"query_segment_ids": jnp.zeros_like(rows)}),
             Problem(shape(8192), {"local_window_size": (1023, None)}),
+            Problem(shape(1024)),
         ]
     if regime == "heavy":
         mask = jnp.ones((1, 1, 4096, 4096), bool)
@@ -91,13 +93,18 @@ def problems(regime: str, head_size: int) -> list[Problem]:
         return [
             Problem(shape(4096), arrays=alibi, operand="alibi_slopes"),
             Problem(shape(4096), arrays={"mask": mask}),
+            Problem(shape(4096), {"logits_soft_cap": 30.0}),
         ]
     if regime == "dropout":
         key = jax.random.PRNGKey(0)
         return [Problem(shape(4096), {"dropout_rate": 0.1}, {"dropout_rng": key})]
     if regime == "bias":
-        bias = jax.random.normal(jax.random.key(0), (1, 1, 4096, 4096), jnp.bfloat16)
-        return [Problem(shape(4096), arrays={"bias": bias}, operand="bias")]
+        # One that fits the GPU's cache, and one that does not.
+        draw = functools.partial(jax.random.normal, jax.random.key(0))
+        biases = [draw((1, n, 4096, 4096), jnp.bfloat16) for n in (1, hidden_heads)]
+        return [
+            Problem(shape(4096), arrays={"bias": b}, operand="bias") for b in biases
+        ]
     precision = "highest" if regime == "float32 highest" else "default"
     return [Problem(shape(4096, dtype="float32"), {"precision": precision})]
 

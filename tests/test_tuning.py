@@ -37,8 +37,8 @@ def test_tables_are_whole_and_fit(path):
 
 def _warps_and_grid(batch, length, heads, **arguments):
     x = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
-    call = functools.partial(attention, implementation="triton", is_causal=True)
-    text = lower_for_gpu(functools.partial(call, **arguments), x, x, x)
+    arguments = {"implementation": "triton", "is_causal": True, **arguments}
+    text = lower_for_gpu(functools.partial(attention, **arguments), x, x, x)
     return tuple(
         int(re.search(rf"{a} = (\d+)", text)[1]) for a in ("num_warps", "grid_x")
     )
@@ -52,6 +52,11 @@ def _warps_and_grid(batch, length, heads, **arguments):
         ((1, 16384, 2), {}, "few"),
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),
+        ((2, 8192, 16), {"local_window_size": (1000, None)}, "short"),
+        ((16, 1024, 16), {}, "short"),
+        ((8, 2048, 16), {}, "short"),
+        ((8, 2048, 16), {"is_causal": False}, "plain"),
+        ((2, 8192, 16), {"logits_soft_cap": 30.0}, "heavy"),
         ((2, 8192, 16), {"alibi_slopes": jnp.ones(16)}, "heavy"),
         ((2, 8192, 16), {"mask": jnp.ones((8192, 8192), bool)}, "heavy"),
         (
@@ -81,12 +86,16 @@ def test_two_programs_with_a_mask_fit_a_multiprocessor(head):
 def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
     assert configs.table("NVIDIA Unheard Of") == configs.table(H200)
     options = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
-    options |= {"kind": "few", "gpu": "NVIDIA Unheard Of"}
-    tuned = configs.table(H200)["dq"]["128"]
-    here = configs.choose("dq", None, limit=227 << 10, **options)
-    assert here == Blocks(*tuned["few"])
-    small = configs.choose("dq", None, limit=99 << 10, **options)
-    need = functools.partial(configs.shared_memory, "dq", heads=(128, 128), itemsize=2)
+    options |= {"kind": "single", "gpu": "NVIDIA Unheard Of"}
+    tuned = configs.table(H200)["forward"]["128"]
+    here = configs.choose("forward", None, limit=227 << 10, **options)
+    assert here == Blocks(*tuned["single"])
+    small = configs.choose("forward", None, limit=99 << 10, **options)
+    heads, itemsize = options["heads"], options["itemsize"]
+
+    def need(blocks):
+        return configs.shared_memory("forward", blocks, heads, itemsize)
+
     assert need(small) <= 99 << 10 < need(here)
 
 

@@ -71,13 +71,15 @@ class AttentionSpec:
         """Whether no query looks at a key that stands after it."""
         return any(w.right is not None and w.right <= 0 for w in self._windows)
 
-    def most_keys(self, kv_size: int) -> int:
-        """How many keys a query may look at, as far as is known without data."""
-        most = kv_size
+    def mean_keys(self, kv_size: int) -> int:
+        """About how many keys a query looks at, as far as is known without data."""
+        mean = kv_size
         for w in self._windows:
-            if w.left is not None and w.right is not None:
-                most = min(most, max(w.left + w.right + 1, 0))
-        return most
+            if w.left is None or w.right is None:
+                mean = min(mean, kv_size // 2)
+            else:
+                mean = min(mean, max(w.left + w.right + 1, 0))
+        return mean
 
     def only_positions(self) -> AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""

@@ -69,16 +69,17 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
         return "bias"
     if spec.dropout is not None:
         return "dropout"
-    if spec.score.positional or pair_bytes:
+    if spec.score.positional or spec.score.soft_cap is not None or pair_bytes:
         return "heavy"
+    keys = spec.mean_keys(size["s"])
     # Packed documents are mostly short beside a row of them.
     packed = any(isinstance(atom, SegmentIds) for atom in spec.masks)
-    if packed or 4 * spec.most_keys(size["s"]) <= size["s"]:
+    if packed or 4 * keys <= size["s"]:
         return "short"
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / support.multiprocessors()
     if programs > 8:
-        return "plain"
+        return "plain" if keys > 1024 else "short"
     return "few" if programs > 1 else "single"
 
 
