@@ -46,7 +46,8 @@ class Blocks:
         for all of their threads; with too few values spill to memory.
       held: whether what multiplies every block from the left (queries; for `dq` output
         gradients too; for `dkv` keys and values) stays in registers, and leaves shared
-        memory and its bandwidth to the rest.
+        memory and its bandwidth to the rest. For compute capability 9, whose products
+        else read it from there; a table's blocks hold nothing on other GPUs.
     """
 
     block_q: int
@@ -267,6 +268,7 @@ def choose(
     pair_bytes: int = 0,
     kind: str = "plain",
     gpu: str | None = None,
+    held: bool = True,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -280,13 +282,17 @@ def choose(
       pair_bytes: bytes of bias and mask for each pair of query and key.
       kind: the regime of a call with elements of two bytes, one of `REGIMES`.
       gpu: kind of the device, for its table.
+      held: whether a table's blocks may be `Blocks.held` on the GPU.
     """
     chosen = getattr(config, kernel, None)
     if chosen is None and kernel in ("dk", "dv"):
         chosen = getattr(config, "dkv", None)
     if chosen is not None:
         return chosen
-    candidates = _candidates(kernel, heads, itemsize, kind, gpu)
+    candidates = [
+        dataclasses.replace(blocks, held=blocks.held and held)
+        for blocks in _candidates(kernel, heads, itemsize, kind, gpu)
+    ]
     fits = (
         blocks
         for blocks in candidates

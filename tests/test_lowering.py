@@ -214,6 +214,19 @@ def test_held_blocks_lower_and_save_shared_memory(dtype):
         assert need(held, (128, 128), 2) < need(blocks, (128, 128), 2)
 
 
+def test_only_gpus_of_capability_9_hold_blocks_of_a_table():
+    x = jax.ShapeDtypeStruct((8, 4096, 16, 128), jnp.bfloat16)
+
+    def gradients(q, k, v):
+        call = functools.partial(attention, implementation="triton", is_causal=True)
+        return jax.vjp(call, q, k, v)[1](q)
+
+    held = [  # by the constraints of what holds them
+        "=r,0,f,f" in lower_for_gpu(gradients, x, x, x, device=gpu) for gpu in GPUS
+    ]
+    assert held == [True, False]
+
+
 def test_kernels_lower_without_private_names(monkeypatch):
     config = configs.Config(forward=configs.Blocks(64, 64, 4, 2, 128))
     run, shapes = forward_and_backward(

@@ -110,6 +110,7 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         kind=_kind(size, operands, spec, pair_bytes),
         pair_bytes=pair_bytes,
         gpu=support.device_kind(),
+        held=support.capability() // 10 == 9,
     )
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 
