@@ -170,12 +170,13 @@ def lowered(
     problem: Problem, kernel: str, blocks: Blocks, arguments
 ) -> jax.stages.Lowered:
     """A pass that runs `kernel`, of the arguments that `_arguments` gives."""
-    attention = _attention(problem, kernel, Config(**{kernel: blocks}))
+    config = Config(**{kernel: blocks})
     if kernel == "forward":
-        return programs.lower(attention, *arguments)
+        return programs.lower(_attention(problem, config), *arguments)
     # The residuals are the same whatever the blocks; only the tree knows of them.
-    inputs = _inputs(problem, kernel, structs=True)
-    tree = jax.tree.structure(jax.eval_shape(_saving(attention), *inputs))
+    inputs = [*problem.shape.structs()[:3], *problem.arrays.values()]
+    saving = _saving(problem, kernel, config)
+    tree = jax.tree.structure(jax.eval_shape(saving, *inputs))
     wanted = {"dq": [0], "dkv": [1, 2], "dk": [1], "dv": [2], "operand": [3]}[kernel]
 
     def backward(saved, do):
@@ -185,36 +186,43 @@ def lowered(
     return programs.lower(backward, *arguments)
 
 
-def _inputs(problem: Problem, kernel: str, *, structs: bool = False) -> list:
-    make = problem.shape.structs if structs else problem.shape.operands
-    operand = [problem.arrays[problem.operand]] if kernel == "operand" else []
-    return make()[:3] + operand
-
-
 def _arguments(problem: Problem, kernel: str) -> list:
     """Of `lowered`: the inputs, or what a forward saved and the output's gradient."""
-    inputs = _inputs(problem, kernel)
+    q, k, v, do = problem.shape.operands()
+    inputs = [q, k, v, *problem.arrays.values()]
     if kernel == "forward":
         return inputs
-    saving = jax.jit(_saving(_attention(problem, kernel, None)))
-    return [jax.tree.leaves(saving(*inputs)), problem.shape.operands()[3]]
+    return [jax.tree.leaves(jax.jit(_saving(problem, kernel, None))(*inputs)), do]
 
 
-def _attention(problem: Problem, kernel: str, config: Config | None):
-    def attention(q, k, v, *operand):
-        arrays = problem.arrays
-        if operand:
-            arrays = {**arrays, problem.operand: operand[0]}
+def _attention(problem: Problem, config: Config | None):
+    """Of q, k, v and the problem's arrays."""
+
+    def attention(q, k, v, *arrays):
         return jax_flash2.attention(
             *(q, k, v), is_causal=problem.shape.causal, config=config,
-            implementation="triton", **problem.static, **arrays,
+            implementation="triton", **problem.static,
+            **dict(zip(problem.arrays, arrays, strict=True)),
         )  # fmt: skip
 
     return attention
 
 
-def _saving(attention):
-    return lambda *inputs: jax.vjp(attention, *inputs)[1]
+def _saving(problem: Problem, kernel: str, config: Config | None):
+    """Of the same; the backward pass, for `operand` with the gradient of its own."""
+    attention = _attention(problem, config)
+
+    def saving(q, k, v, *arrays):
+        named = dict(zip(problem.arrays, arrays, strict=True))
+
+        def call(q, k, v, *operand):
+            replaced = dict(zip([problem.operand], operand, strict=False))
+            return attention(q, k, v, *{**named, **replaced}.values())
+
+        operand = [named[problem.operand]] if kernel == "operand" else []
+        return jax.vjp(call, q, k, v, *operand)[1]
+
+    return saving
 
 
 def _time(problem: Problem, kernel: str, blocks: Iterable[Blocks], rounds: int):
