@@ -173,7 +173,8 @@ def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
             timed[name, which] = Program(
                 run, jax.block_until_ready, lambda results: {}, memory={}
             )
-    timings, later = harness.time_interleaved(timed, rounds=rounds)
+    # Long ones: some features draw far less power than others.
+    timings, later = harness.time_interleaved(timed, rounds=rounds, min_seconds=0.1)
     rows = []
     for name, feature in features(shape).items():
         for which in passes(shape, feature):

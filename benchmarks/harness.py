@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -240,11 +241,13 @@ def time_interleaved(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times programs side by side: in each round a batch of calls of every one.
 
-    The order turns by one a round, so that no program always follows the same other.
+    A GPU's clocks follow the power that its work draws, some time later. So each batch
+    comes after another of the same program, untimed, and the order is drawn anew in
+    every round, from the same seed: no program always follows the same other.
 
     Args:
       programs: by name.
-      rounds: batches of each program.
+      rounds: timed batches of each program.
       min_seconds: a batch is as many calls as take this long, one at least.
 
     Returns:
@@ -269,11 +272,14 @@ def time_interleaved(
         if name not in failures:
             calls[name] = max(1, math.ceil(min_seconds / once))
     names = [name for name in programs if name not in failures]
-    for turn in range(rounds):
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            if name not in failures:
-                seconds[name].append(attempt(name, calls[name]) / calls[name])
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
+            for batch in range(2):
+                if name not in failures:
+                    duration = attempt(name, calls[name])
+                    if batch == 1:
+                        seconds[name].append(duration / calls[name])
     timings = {n: Timing(calls[n], seconds[n]) for n in names if n not in failures}
     return timings, failures
 
