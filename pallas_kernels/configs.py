@@ -185,7 +185,7 @@ REGIMES = {
     "single": "at most one program of 128 query rows to a multiprocessor",
     "few": "at most eight of them",
     "short": "few keys for a query: a window, short sequences, packed documents",
-    "heavy": "arithmetic or one byte for every pair: ALiBi, a soft cap, a mask",
+    "heavy": "much arithmetic or one byte for every pair: a soft cap, a mask",
     "dropout": "bits made for every pair",
     "bias": "more bytes for every pair: a bias",
     "float32": "elements of four bytes",

@@ -69,7 +69,7 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
         return "bias"
     if spec.dropout is not None:
         return "dropout"
-    if spec.score.positional or spec.score.soft_cap is not None or pair_bytes:
+    if spec.score.soft_cap is not None or pair_bytes:
         return "heavy"
     keys = spec.mean_keys(size["s"])
     # Packed documents are mostly short beside a row of them.
