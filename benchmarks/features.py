@@ -173,8 +173,7 @@ def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
             timed[name, which] = Program(
                 run, jax.block_until_ready, lambda results: {}, memory={}
             )
-    # Long ones: some features draw far less power than others.
-    timings, later = harness.time_interleaved(timed, rounds=rounds, min_seconds=0.1)
+    timings, later = harness.time_interleaved(timed, rounds=rounds)
     rows = []
     for name, feature in features(shape).items():
         for which in passes(shape, feature):

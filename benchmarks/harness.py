@@ -237,23 +237,28 @@ def _seconds(program: Program, calls: int) -> float:
 
 
 def time_interleaved(
-    programs: Mapping[str, Program], *, rounds: int, min_seconds: float = 0.03
+    programs: Mapping[str, Program],
+    *,
+    rounds: int,
+    min_seconds: float = 0.03,
+    settle_seconds: float = 0.1,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times programs side by side: in each round a batch of calls of every one.
 
     A GPU's clocks follow the power that its work draws, some time later. So each batch
-    comes after another of the same program, untimed, and the order is drawn anew in
-    every round, from the same seed: no program always follows the same other.
+    comes after other calls of the same program, and the order is drawn anew in every
+    round, from the same seed: no program always follows the same other.
 
     Args:
       programs: by name.
-      rounds: timed batches of each program.
+      rounds: batches of each program.
       min_seconds: a batch is as many calls as take this long, one at least.
+      settle_seconds: how long the calls before each batch take, one at least.
 
     Returns:
       Timings by name, and the failures of programs that did not get through.
     """
-    calls, failures = {}, {}
+    calls, settling, failures = {}, {}, {}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
 
     def attempt(name: str, count: int) -> float:
@@ -271,15 +276,15 @@ def time_interleaved(
             once = attempt(name, few) / few
         if name not in failures:
             calls[name] = max(1, math.ceil(min_seconds / once))
+            settling[name] = max(1, math.ceil(settle_seconds / once))
     names = [name for name in programs if name not in failures]
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
-            for batch in range(2):
-                if name not in failures:
-                    duration = attempt(name, calls[name])
-                    if batch == 1:
-                        seconds[name].append(duration / calls[name])
+            if name not in failures:
+                attempt(name, settling[name])
+            if name not in failures:
+                seconds[name].append(attempt(name, calls[name]) / calls[name])
     timings = {n: Timing(calls[n], seconds[n]) for n in names if n not in failures}
     return timings, failures
 

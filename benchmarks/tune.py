@@ -53,7 +53,13 @@ _SLOW = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A shape, and arguments of `attention` beside `is_causal`."""
+    """A shape, and arguments of `attention` beside `is_causal`.
+
+    Attributes:
+      static: those that are no arrays.
+      arrays: those that are.
+      operand: the one array, where `operand` is timed with its gradient.
+    """
 
     shape: Shape
     static: dict = dataclasses.field(default_factory=dict)
@@ -63,7 +69,8 @@ class Problem:
 
 def problems(regime: str, head_size: int) -> list[Problem]:
     """What the blocks of a regime are chosen on."""
-    hidden_heads = _HIDDEN // head_size
+    # Enough for more than a few programs.
+    hidden_heads = max(16, _HIDDEN // head_size)
 
     def shape(length, causal=True, heads=hidden_heads, batch=None, dtype="bfloat16"):
         batch = batch or _TOKENS // length
@@ -131,14 +138,15 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     """
     heads, size = (head_size, head_size), itemsize(regime)
     limit = support.shared_memory_limit()
-    pair_bytes = 2 if regime == "bias" else 0
+    pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": support.device_kind()}
+    options |= {"held": support.holds()}
     found = [configs.choose(kernel, None, kind=regime, **options)]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
     left = {"forward": 1, "dv": 1, "operand": 0}.get(kernel, 2)  # operands to be held
-    both = (False, True) if half and left else (False,)
+    both = (False, True) if half and left and support.holds() else (False,)
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
     for sizes, held in itertools.product(shapes, both):
         blocks = Blocks(*sizes, held=held)
@@ -210,20 +218,9 @@ def _attention(problem: Problem, config: Config | None):
 
 
 def _saving(problem: Problem, kernel: str, config: Config | None):
-    """Of the same; the backward pass, for `operand` with the gradient of its own."""
-    attention = _attention(problem, config)
-
-    def saving(q, k, v, *arrays):
-        named = dict(zip(problem.arrays, arrays, strict=True))
-
-        def call(q, k, v, *operand):
-            replaced = dict(zip([problem.operand], operand, strict=False))
-            return attention(q, k, v, *{**named, **replaced}.values())
-
-        operand = [named[problem.operand]] if kernel == "operand" else []
-        return jax.vjp(call, q, k, v, *operand)[1]
-
-    return saving
+    """Of the same; the backward pass, for `operand` with that array's gradient too."""
+    attention, own = _attention(problem, config), 4 if kernel == "operand" else 3
+    return lambda *x: jax.vjp(lambda *y: attention(*y, *x[own:]), *x[:own])[1]
 
 
 def _time(problem: Problem, kernel: str, blocks: Iterable[Blocks], rounds: int):
@@ -245,7 +242,10 @@ def _time(problem: Problem, kernel: str, blocks: Iterable[Blocks], rounds: int):
             lambda results: {},
             memory={},
         )
-    timings, later = harness.time_interleaved(running, rounds=rounds, min_seconds=0.02)
+    # There are many, and they draw about as much power as each other.
+    timings, later = harness.time_interleaved(
+        running, rounds=rounds, min_seconds=0.01, settle_seconds=0.02
+    )
     return timings, {**failures, **later}
 
 
@@ -270,7 +270,7 @@ def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: 
         blocks = [b for b in blocks if b == blocks[0] or seconds.get(b, limit) < limit]
 
 
-def _numbers(blocks: Blocks) -> list[int]:
+def _numbers(blocks: Blocks) -> list[int | bool | None]:
     """As in a table: without what is left out of `Blocks`."""
     numbers = list(dataclasses.astuple(blocks))
     while numbers and numbers[-1] in (None, False):

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -173,7 +172,7 @@ def table(gpu: str | None) -> dict:
     """The fastest blocks found on a GPU: by kernel, padded head size and regime.
 
     Made by `python -m benchmarks.tune`. A regime is what tells calls apart whose best
-    blocks differ (`regime`); one that a kernel lacks is as "plain" is.
+    blocks differ (`REGIMES`); one that a kernel lacks is as "plain" is.
     """
     path = table_path(gpu or _DEFAULT_GPU)
     path = path if path.exists() else table_path(_DEFAULT_GPU)
@@ -214,23 +213,24 @@ def shared_memory(
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
     stages: float = blocks.num_stages
+    own = blocks.block_q
     if kernel == "forward":  # q stays; k and v stream
-        resident, streamed = blocks.block_q / 2, blocks.block_kv
+        resident, streamed = own / 2, blocks.block_kv
     elif kernel == "dq":  # q and do stay; k and v stream
-        resident, streamed = blocks.block_q, blocks.block_kv
+        resident, streamed = own, blocks.block_kv
     elif kernel == "operand":  # every loop loads all four
-        resident, streamed = 0, blocks.block_q + blocks.block_kv
+        own, resident, streamed = 0, 0, blocks.block_q + blocks.block_kv
     else:  # k and v stay; q and do stream, and one of them is also wanted transposed
-        resident, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
+        own, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
+        resident = own
         resident = resident / 2 if kernel == "dv" else resident  # no v
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
-    if blocks.held:  # they pass through shared memory one by one, before the loop
-        resident, least = 0, resident * max(heads) * itemsize
-    else:
-        least = 0
+    if blocks.held:
+        resident = 0
     need = (resident + stages * streamed) * sum(heads) * itemsize
-    return int(max(need, least)) + tiles
+    # A sum, in float32, passes through it on its way out.
+    return int(max(need, own * max(heads) * 4)) + tiles
 
 
 def _candidates(
@@ -240,15 +240,19 @@ def _candidates(
     kind: str = "plain",
     gpu: str | None = None,
 ) -> list[Blocks]:
-    """From the fastest on; the last needs least."""
+    """From the fastest on, each with fewer stages too; the last needs least."""
     size = next(size for size in HEADS if max(heads) <= size)
     tuned = table(gpu)[kernel][str(size)]
     kind = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, kind)
     # What was chosen for elements of two bytes is too large for others.
     names = [kind, "plain"] if itemsize == 2 else [kind]
-    best: list[Any] = [tuned[name] for name in names if name in tuned]
-    best += _SMALLER[kernel][size]
-    return [Blocks(*blocks) for blocks in best]
+    found = []
+    for name in names:
+        if name in tuned:
+            blocks = Blocks(*tuned[name])
+            fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
+            found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
+    return found + [Blocks(*blocks) for blocks in _SMALLER[kernel][size]]
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float) -> int:

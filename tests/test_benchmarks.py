@@ -177,11 +177,14 @@ def test_of_rows_about_the_same_the_last_counts(tmp_path):
     assert records.newest(tmp_path, "nothing") == []
 
 
-def test_timing_takes_turns_and_goes_on_after_a_failure():
-    calls = []
+def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
+    """On a clock that the first call after another program's takes three seconds of."""
+    calls, clock = [], [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
 
     def program(name, fails_at=None):
         def call():
+            clock[0] += 1.0 if calls[-1:] == [name] else 3.0
             calls.append(name)
             if fails_at and calls.count(name) > fails_at:
                 raise RuntimeError("late")
@@ -189,12 +192,17 @@ def test_timing_takes_turns_and_goes_on_after_a_failure():
         return harness.Program(call, lambda x: x, lambda x: {}, memory={})
 
     programs = {"a": program("a"), "b": program("b"), "c": program("c", fails_at=2)}
-    timings, failures = harness.time_interleaved(programs, rounds=6, min_seconds=0.0)
+    timings, failures = harness.time_interleaved(
+        programs, rounds=6, min_seconds=1.0, settle_seconds=2.0
+    )
     first, turns = "".join(calls[:6]), "".join(calls[6:])
     assert first == "aabbcc" and turns.count("c") == 1
-    rounds = turns.replace("c", "")  # each batch after an untimed one of its own
-    assert {rounds[i : i + 4] for i in range(0, 24, 4)} == {"aabb", "bbaa"}
-    assert set(timings) == {"a", "b"} and len(timings["a"].seconds) == 6
+    rounds = turns.replace("c", "")
+    assert {rounds[i : i + 6] for i in range(0, 36, 6)} == {"aaabbb", "bbbaaa"}
+    assert {name: timings[name].seconds for name in timings} == {
+        "a": [1.0] * 6,
+        "b": [1.0] * 6,
+    }
     assert failures == {"c": "RuntimeError: late"}
 
 

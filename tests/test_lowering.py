@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
 from pallas_kernels import configs
-from pallas_kernels.triton import addresses, registers
+from pallas_kernels.triton import addresses, registers, support
 from tests.cases import CASES, by_name
 from tests.lowering import lower_for_gpu
 
@@ -152,6 +152,10 @@ COMPILED = [
     ("dkv", (64, 16, 8, 1), 512, 2, 229376),
     ("dkv", (16, 16, 8, 1), 512, 4, 164864),
     ("dkv", (32, 16, 8, 1), 512, 4, 264192),
+    ("forward", (128, 32, 8, 1), 256, 2, 131072),
+    ("forward", (128, 32, 8, 3, None, True), 256, 2, 131072),
+    ("forward", (64, 64, 4, 3, None, True), 128, 2, 98304),
+    ("dq", (64, 64, 4, 3, None, True), 128, 2, 98304),
 ]
 
 
@@ -202,16 +206,40 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_held_blocks_lower_and_save_shared_memory(dtype):
-    blocks = configs.Blocks(64, 64, 4, 2)
+@pytest.mark.parametrize(
+    ("kernel", "head", "operands"),
+    [
+        ("forward", 128, 1),
+        ("dq", 128, 2),
+        ("dkv", 128, 2),
+        ("dk", 256, 2),
+        ("dv", 256, 1),
+    ],
+)
+def test_left_operands_are_held(monkeypatch, kernel, head, operands, dtype):
+    """Each once for a kernel that is traced, and then takes less shared memory."""
+    found, in_registers = [], support.in_registers
+
+    def spy(x):
+        found.append(x.shape)
+        return in_registers(x)
+
+    monkeypatch.setattr(support, "in_registers", spy)
+    blocks = configs.Blocks(64, 64, num_warps=4, num_stages=3)
     held = dataclasses.replace(blocks, held=True)
-    config = configs.Config(**dict.fromkeys(configs.KERNELS, held))
-    case = by_name("bias_shared")
-    run, shapes = forward_and_backward(case, dtype, config=config)
-    assert "flash2_dq" in lower_for_gpu(run, *shapes)
-    for kernel in ("forward", "dq", "dkv"):
-        need = functools.partial(configs.shared_memory, kernel)
-        assert need(held, (128, 128), 2) < need(blocks, (128, 128), 2)
+    x = jax.ShapeDtypeStruct((1, 512, 2, head), dtype)
+
+    def gradients(q, k, v):
+        config = configs.Config(**{kernel: held})
+        call = functools.partial(attention, implementation="triton", config=config)
+        return jax.vjp(call, q, k, v)[1](q)
+
+    lower_for_gpu(gradients, x, x, x)
+    assert found == operands * [(64, head)]
+    need = functools.partial(
+        configs.shared_memory, kernel, heads=(head, head), itemsize=2
+    )
+    assert need(held) < need(blocks)
 
 
 def test_only_gpus_of_capability_9_hold_blocks_of_a_table():

@@ -1,8 +1,7 @@
 """The tables of blocks, who reads them, and the tuner that writes them."""
 
-import functools
+import dataclasses
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +34,30 @@ def test_tables_are_whole_and_fit(path):
                 assert need <= 227 << 10, (kernel, head, regime)
 
 
-def _warps_and_grid(batch, length, heads, **arguments):
-    x = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
-    arguments = {"implementation": "triton", "is_causal": True, **arguments}
-    text = lower_for_gpu(functools.partial(attention, **arguments), x, x, x)
-    return tuple(
-        int(re.search(rf"{a} = (\d+)", text)[1]) for a in ("num_warps", "grid_x")
-    )
+BIAS = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+MASK = jax.ShapeDtypeStruct((8192, 8192), jnp.bool_)
+IDS = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+
+
+def _regimes(monkeypatch, shapes, arguments) -> set[str]:
+    """For which blocks are chosen, of a forward pass."""
+    found, choose = set(), configs.choose
+
+    def spy(kernel, config, **options):
+        found.add(options["kind"])
+        return choose(kernel, config, **options)
+
+    monkeypatch.setattr(configs, "choose", spy)
+    arrays = {n: x for n, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    static = {n: x for n, x in arguments.items() if n not in arrays}
+
+    def call(q, k, v, *more):
+        named = dict(zip(arrays, more, strict=True))
+        return attention(q, k, v, implementation="triton", **static, **named)
+
+    lower_for_gpu(call, *shapes, *arrays.values())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -56,21 +72,50 @@ def _warps_and_grid(batch, length, heads, **arguments):
         ((16, 1024, 16), {}, "short"),
         ((8, 2048, 16), {}, "short"),
         ((8, 2048, 16), {"is_causal": False}, "plain"),
+        ((16, 1024, 16), {"is_causal": False}, "short"),
         ((2, 8192, 16), {"logits_soft_cap": 30.0}, "heavy"),
         ((2, 8192, 16), {"alibi_slopes": jnp.ones(16)}, "plain"),
-        ((2, 8192, 16), {"mask": jnp.ones((8192, 8192), bool)}, "heavy"),
-        (
-            (2, 8192, 16),
-            {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
-            "dropout",
-        ),
-        ((2, 8192, 16), {"bias": jnp.ones((8192, 8192))}, "bias"),
+        ((2, 8192, 16), {"mask": MASK}, "heavy"),
+        ((2, 8192, 16), DROPOUT, "dropout"),
+        ((2, 8192, 16), {"query_segment_ids": IDS}, "short"),
+        ((2, 8192, 16), {"bias": BIAS}, "bias"),
+        ((2, 8192, 16), {"bias": BIAS, **DROPOUT}, "bias"),
+        ((2, 8192, 16), {"logits_soft_cap": 30.0, **DROPOUT}, "dropout"),
+        ((2, 8192, 16), {"mask": MASK, "query_segment_ids": IDS}, "heavy"),
     ],
 )
-def test_a_call_takes_the_blocks_of_its_regime(shape, arguments, regime):
-    tuned = configs.table(H200)["forward"]["128"]
-    rows, _, warps, *_ = tuned.get(regime, tuned["plain"])
-    assert _warps_and_grid(*shape, **arguments) == (warps, shape[1] // rows)
+def test_a_call_takes_the_blocks_of_its_regime(monkeypatch, shape, arguments, regime):
+    x = jax.ShapeDtypeStruct((*shape, 128), jnp.bfloat16)
+    arguments = {"is_causal": True, **arguments}
+    assert _regimes(monkeypatch, (x, x, x), arguments) == {regime}
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("regime", [r for r in configs.REGIMES if "float" not in r])
+def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
+    problems = []
+
+    def arrays():
+        problems.extend(tune.problems(regime, head))
+        return [problem.arrays for problem in problems]
+
+    for problem, structs in zip(problems, jax.eval_shape(arrays), strict=True):
+        arguments = {"is_causal": problem.shape.causal, **problem.static, **structs}
+        found = _regimes(monkeypatch, problem.shape.structs()[:3], arguments)
+        assert found == {regime}, problem.shape
+
+
+@pytest.mark.parametrize(("regime", "pair_bytes"), [("heavy", 1), ("bias", 2)])
+def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes):
+    for head in (64, 128, 256):
+        for kernel in configs.kernels((head, head)):
+            options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
+            options |= {"kind": regime, "gpu": H200, "limit": 227 << 10}
+            chosen = configs.choose(kernel, None, pair_bytes=pair_bytes, **options)
+            tuned = configs.table(H200)[kernel][str(head)]
+            best = Blocks(*tuned.get(regime, tuned["plain"]))
+            assert chosen.num_stages >= min(best.num_stages, 2)
+            assert dataclasses.replace(chosen, num_stages=best.num_stages) == best
 
 
 @pytest.mark.parametrize("head", [64, 128])
@@ -106,8 +151,9 @@ def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
         for kernel in tune.kernels(regime, head):
             first, *others = tune.candidates(kernel, head, regime)
             tuned = configs.table(H200)[kernel][str(head)]
-            if regime in tuned and regime != "bias":
-                assert first == Blocks(*tuned[regime])
+            if regime in tuned:
+                best = Blocks(*tuned[regime])
+                assert dataclasses.replace(first, num_stages=best.num_stages) == best
             for blocks in others:
                 size = tune.itemsize(regime)
                 need = configs.shared_memory(kernel, blocks, (head, head), size)

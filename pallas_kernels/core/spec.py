@@ -72,14 +72,17 @@ class AttentionSpec:
         return any(w.right is not None and w.right <= 0 for w in self._windows)
 
     def mean_keys(self, kv_size: int) -> int:
-        """About how many keys a query looks at, as far as is known without data."""
-        mean = kv_size
-        for w in self._windows:
-            if w.left is None or w.right is None:
-                mean = min(mean, kv_size // 2)
-            else:
-                mean = min(mean, max(w.left + w.right + 1, 0))
-        return mean
+        """About how many keys a query looks at, as far as is known without data.
+
+        That is with as many queries as keys, from the same position on.
+        """
+
+        def side(width: int | None) -> float:
+            width = kv_size if width is None else min(width, kv_size)
+            return width - width * width / (2 * max(kv_size, 1))
+
+        means = (side(w.left) + side(w.right) for w in self._windows)
+        return round(max(0, min(means, default=kv_size)))
 
     def only_positions(self) -> AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""

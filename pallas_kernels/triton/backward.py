@@ -7,10 +7,12 @@ nothing is summed outside. Scores are computed transposed, [keys, queries], so t
 and ds^T are the left operands of their products, which may come from registers. Where
 two sums do not fit the registers (large heads), it runs once for each: five products
 instead of four.
-Shared memory: k, v [block_kv, ...] and num_stages times q, do [block_q, ...].
+Shared memory: k, v [block_kv, ...], if not held in registers, and num_stages times q,
+do [block_q, ...].
 
 `dq`: one program per block of query rows, the forward's loop with dq as its sum.
-Shared memory: q, do [block_q, ...] and num_stages times k, v [block_kv, ...].
+Shared memory: q, do [block_q, ...], if not held in registers, and num_stages times k,
+v [block_kv, ...].
 
 `operand`: one program per tile of a bias's gradient, summed over whatever the bias was
 broadcast over; XLA drops it from a program that does not use that gradient.

@@ -10,7 +10,8 @@ Its warps divide the query rows and share the keys and values, so that no partia
 passes between them through shared memory (section 3.3); the layout is Triton's for
 chained products.
 
-Shared memory: q [block_q, H] and num_stages times k [block_kv, H], v [block_kv, Hv].
+Shared memory: q [block_q, H], if not held in registers, and num_stages times k
+[block_kv, H], v [block_kv, Hv].
 """
 
 from __future__ import annotations

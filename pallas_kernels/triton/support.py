@@ -83,6 +83,11 @@ def capability() -> int:
     return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
 
 
+def holds() -> bool:
+    """Whether products read left operands from shared memory unless they are held."""
+    return capability() // 10 == 9
+
+
 def multiprocessors() -> int:
     """Of the GPU; those of an H200 where there is none to ask."""
     return getattr(_here(), "core_count", 132)
