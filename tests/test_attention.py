@@ -35,7 +35,6 @@ def test_error_rule(case, dtype, backends, record_property):
 
 
 def check_error_rule(case, dtype, backends, record_property, **more):
-    """Of backends by name, or by arguments of `attention`."""
     case = case.full() if ON_GPU else case
     dtype = jnp.dtype(dtype)
     arrays, arguments = case.inputs(dtype)
@@ -45,8 +44,7 @@ def check_error_rule(case, dtype, backends, record_property, **more):
     plain = tolerances.plain(arrays, cotangents, arguments)
     unit = tolerances.unit_roundoff(dtype, more.get("precision"))
     for backend in backends:
-        chosen = BACKENDS[backend] if isinstance(backend, str) else backend
-        options = {**arguments, **chosen}
+        options = {**arguments, **BACKENDS[backend]}
         actual = tolerances.evaluate(arrays, cotangents, options)
         found = tolerances.check(actual, exact, plain, unit)
         worst = float(max(found.values(), default=0.0))
@@ -70,8 +68,7 @@ def test_blocks_held_in_registers(name, dtype, record_property):
     small = 16 if max(case.h, case.d) > 128 or dtype == "float32" else 64
     rows, keys = Blocks(64, small, 4, 2, held=True), Blocks(small, 64, 4, 2, held=True)
     config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
-    backend = {"implementation": "triton", "config": config}
-    check_error_rule(case, dtype, [backend], record_property)
+    check_error_rule(case, dtype, ["triton"], record_property, config=config)
 
 
 def _naive(q, k, v, keep, arguments):
