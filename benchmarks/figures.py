@@ -1,12 +1,14 @@
 """Tables and plots of the newest run of each benchmark.
 
-    python -m benchmarks.figures > figures.md
+    python -m benchmarks.figures --write
 
 Prints Markdown tables; writes bar plots of speed against sequence length as in the
 FlashAttention-2 paper, memory and occupancy to PNG files beside the results, and
-`speed.png`, a small one for the README.
+`speed.png`, a small one for the README. With --write the tables also go into README.md
+and BUILD_NOTES.md, between marks like `<!-- features -->` and `<!-- /features -->`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +27,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "features": tables.features,
     "cpu": tables.cpu,
 }
+DOCUMENTS = ("README.md", "BUILD_NOTES.md")
 # Colours of Okabe and Ito, told apart by the colour-blind, and Tol's indigo. Peers that
 # share a kernel's maker differ in the hatch.
 _STYLES = {
@@ -269,32 +272,69 @@ def memory(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
 PLOTS = {"attention": attention, "occupancy": occupancy, "memory": memory}
 
 
-def render(results_dir: Path) -> tuple[str, list[Path]]:
-    """Markdown of every benchmark that has results, and the plots written."""
-    parts, paths = [], []
+def sections(results_dir: Path) -> dict[str, str]:
+    """Markdown of every benchmark that has results, and the README's `overview`."""
+    found = {}
     for name, table in TABLES.items():
         rows = records.newest(results_dir, name)
-        if not rows:
-            continue
-        parts.append(f"## {name}\n\n{table(rows)}")
-        if name in PLOTS:
-            try:
-                paths += PLOTS[name](rows, results_dir)
-            except ImportError as error:
-                parts.append(f"No plot: {error}.")
-    return "\n\n".join(parts), paths
+        if rows:
+            found[name] = table(rows)
+        if rows and name == "attention":
+            present = [peer for peer in _README_PEERS if peer in tables.names(rows)]
+            found["overview"] = tables.overview(rows, present)
+    return found
+
+
+def plots(results_dir: Path) -> list[Path]:
+    """Writes them, of every benchmark that has results."""
+    paths = []
+    for name, plot in PLOTS.items():
+        rows = records.newest(results_dir, name)
+        if rows:
+            paths += plot(rows, results_dir)
+    return paths
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """`text` with the parts between their marks.
+
+    Raises:
+      ValueError: if a mark is not closed, or there is no part for it.
+    """
+    for name in re.findall(r"<!-- (\w+) -->", text):
+        if name not in parts:
+            raise ValueError(f"no results for the mark {name!r}")
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        old, closed, after = rest.partition(end)
+        if not closed or "<!--" in old:
+            raise ValueError(f"the mark {name!r} is not closed")
+        text = f"{before}{begin}\n\n{parts[name]}\n\n{end}{after}"
+    return text
 
 
 def main():
-    text, paths = render(Path(_RESULTS_DIR.value))
-    print(text or f"no results in {_RESULTS_DIR.value}")
-    print()
-    for path in paths:
-        print(f"plot: {path}")
+    results_dir = Path(_RESULTS_DIR.value)
+    parts = sections(results_dir)
+    for name, part in parts.items():
+        print(f"## {name}\n\n{part}\n")
+    if not parts:
+        print(f"no results in {results_dir}")
+    try:
+        for path in plots(results_dir):
+            print(f"plot: {path}")
+    except ImportError as error:
+        print(f"No plots: {error}.")
+    if _WRITE.value:
+        for name in DOCUMENTS:
+            path = records.ROOT / name
+            path.write_text(filled(path.read_text(), parts))
+            print(f"tables: {path}")
 
 
 if __name__ == "__main__":
     _RESULTS_DIR = flags.DEFINE_string(
         "results_dir", records.RESULTS_DIR, "Of the rows; the plots go there too."
     )
+    _WRITE = flags.DEFINE_bool("write", False, f"Tables into {', '.join(DOCUMENTS)}.")
     options.launch(main)

@@ -125,6 +125,30 @@ def comparison(rows: Sequence[Mapping]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def overview(rows: Sequence[Mapping], peers: Sequence[str]) -> str:
+    """A few shapes and peers of a comparison for the README, and ratios over all."""
+
+    def usual(shape: Shape) -> bool:
+        plain = shape.head_size == 128 and shape.group == 1
+        return shape.length == 4096 or (plain and shape.causal)
+
+    rows = [row for row in rows if row["peer"] in peers]
+    found = {
+        which: by_shape(row for row in rows if row["pass"] == which) for which in PASSES
+    }
+    shapes = list(dict.fromkeys(shape for x in found.values() for shape in x))
+    lines = []
+    for shape in list(filter(usual, shapes)) or shapes:
+        passes = [which for which in PASSES if shape in found[which]]
+        for which in passes:
+            at = [found[which][shape].get(peer) for peer in peers]
+            cells = [mark(row) or f"{row['tflops']:.3g}" for row in at]
+            name = str(shape) if which == passes[0] else ""
+            lines.append([name, _TITLES[which].lower(), *cells])
+    table = markdown(["B x T, N (K) x H", "TFLOP/s", *map(label, peers)], lines)
+    return "\n\n".join([origin(rows), table, ratios(rows, kinds=False)])
+
+
 def heads(shape: Shape) -> str:
     group = f", {shape.heads} over {shape.kv_heads} heads" if shape.group > 1 else ""
     return f"head size {shape.head_size}{group}"
@@ -135,17 +159,22 @@ def kind(shape: Shape) -> str:
     return f"{heads(shape)}{', causal' if shape.causal else ''}"
 
 
-def ratios(rows: Sequence[Mapping]) -> str:
-    """How many times as fast as each peer jax_flash2 is: geometric means."""
+def ratios(rows: Sequence[Mapping], *, kinds: bool = True) -> str:
+    """How many times as fast as each peer jax_flash2 is: geometric means.
+
+    Args:
+      kinds: over the shapes of each kind too, not over all of them alone.
+    """
     peers = [peer for peer in names(rows) if peer != OURS]
     lines = []
     for which in PASSES:
         shapes = by_shape(row for row in rows if row["pass"] == which)
-        kinds = list(dict.fromkeys(map(kind, shapes)))
-        for name in [*kinds, "all"]:
+        found_kinds = list(dict.fromkeys(map(kind, shapes))) if kinds else []
+        for name in [*found_kinds, "all"]:
             found = [x for shape, x in shapes.items() if name in ("all", kind(shape))]
             cells = [_ratio(found, peer, spread=name == "all") for peer in peers]
             if any(cells):
+                name = f"all {len(found)}" if name == "all" else name
                 lines.append([_TITLES[which].lower(), name, *cells])
     if not lines:
         return ""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -320,24 +321,47 @@ def write_attention(folder) -> None:
 
 def test_figures_of_made_up_results(tmp_path):
     write_attention(tmp_path)
-    text, paths = figures.render(tmp_path)
+    parts, paths = figures.sections(tmp_path), figures.plots(tmp_path)
     names = {path.name for path in paths}
     assert names == {f"attention_{which}.png" for which in PASSES} | {"speed.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     # cuDNN is the third peer: three times the seconds on every shape.
-    lines = [line.split("|") for line in text.splitlines()]
-    overall = [[x.strip() for x in line] for line in lines if " all " in "|".join(line)]
-    assert len(overall) == len(PASSES)
-    assert all("3.00 (3.00 to 3.00)" in line for line in overall)
-    for part in ("OOM", "absent", "WRONG", "matrix product 685 TFLOP/s"):
-        assert part in text
+    for part in parts.values():
+        lines = [line.split("|") for line in part.splitlines() if "| all " in line]
+        overall = [[x.strip() for x in line] for line in lines]
+        assert len(overall) == len(PASSES)
+        assert all("3.00 (3.00 to 3.00)" in line for line in overall)
+        assert "matrix product 685 TFLOP/s" in part
+    for text in ("OOM", "absent", "WRONG"):
+        assert text in parts["attention"]
 
 
 def test_tables_without_matplotlib(tmp_path, monkeypatch):
     write_attention(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text, paths = figures.render(tmp_path)
-    assert "No plot" in text and "TFLOP/s" in text and not paths
+    assert "TFLOP/s" in figures.sections(tmp_path)["attention"]
+    with pytest.raises(ImportError):
+        figures.plots(tmp_path)
+
+
+def test_marks_are_filled():
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb"
+    new = figures.filled(text, {"x": "|1|", "y": "unused"})
+    assert new == "a\n<!-- x -->\n\n|1|\n\n<!-- /x -->\nb"
+    assert figures.filled(new, {"x": "|1|"}) == new
+    with pytest.raises(ValueError, match="no results for the mark 'x'"):
+        figures.filled(text, {})
+    for bad in ("<!-- x --> ", "<!-- x --> <!-- y --> <!-- /y --> <!-- /x -->"):
+        with pytest.raises(ValueError, match="'x' is not closed"):
+            figures.filled(bad, {"x": "", "y": ""})
+
+
+@pytest.mark.parametrize("name", figures.DOCUMENTS)
+def test_documents_have_the_newest_results(name):
+    """If not: python -m benchmarks.figures --write."""
+    text = (records.ROOT / name).read_text()
+    assert "<!-- " in text
+    assert figures.filled(text, figures.sections(Path(records.RESULTS_DIR))) == text
 
 
 SMALL = ["--head_size=16", "--repeats=1"]
@@ -377,6 +401,5 @@ def test_each_benchmark_runs(name, tmp_path):
     for row in rows:
         assert (row["failure"] is None) == (row["peer"] != "cudnn"), row["failure"]
     assert figures.TABLES[name](rows) in done.stdout
-    text, paths = figures.render(tmp_path)
-    assert text.startswith(f"## {name}")
-    assert bool(paths) == (name in figures.PLOTS)
+    assert figures.sections(tmp_path)[name] == figures.TABLES[name](rows)
+    assert bool(figures.plots(tmp_path)) == (name in figures.PLOTS)
