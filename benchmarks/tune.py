@@ -141,14 +141,13 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": support.device_kind()}
-    options |= {"held": support.holds()}
+    options |= {"holds": support.holds()}
     found = [configs.choose(kernel, None, kind=regime, **options)]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
-    left = {"forward": 1, "dv": 1, "operand": 0}.get(kernel, 2)  # operands to be held
-    both = (False, True) if half and left and support.holds() else (False,)
+    left = configs.LEFT[kernel] if half and support.holds() else 0
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
-    for sizes, held in itertools.product(shapes, both):
+    for sizes, held in itertools.product(shapes, range(left + 1)):
         blocks = Blocks(*sizes, held=held)
         own, other = blocks.block_q, blocks.block_kv
         if kernel in ("dkv", "dk", "dv"):
@@ -156,7 +155,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         accumulators = 2 if kernel == "dkv" else 0 if kernel == "operand" else 1
         scores = 1 if kernel in ("forward", "dv") else 2
         values = own * (accumulators * head_size + scores * other)
-        values += own * left * head_size / 2 if held else 0
+        values += own * held * head_size / 2
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
         need = configs.shared_memory(kernel, blocks, heads, size, pair_bytes)
         large = 2**12 if half and head_size <= 128 else 2**10
@@ -270,10 +269,10 @@ def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: 
         blocks = [b for b in blocks if b == blocks[0] or seconds.get(b, limit) < limit]
 
 
-def _numbers(blocks: Blocks) -> list[int | bool | None]:
+def _numbers(blocks: Blocks) -> list[int | None]:
     """As in a table: without what is left out of `Blocks`."""
     numbers = list(dataclasses.astuple(blocks))
-    while numbers and numbers[-1] in (None, False):
+    while numbers and not numbers[-1]:
         numbers.pop()
     return numbers
 

@@ -43,10 +43,11 @@ class Blocks:
       max_registers: of a thread, a multiple of 8 from 24 to 248; None leaves them to
         the compiler. With fewer more programs share a multiprocessor, which has 65,536
         for all of their threads; with too few values spill to memory.
-      held: whether what multiplies every block from the left (queries; for `dq` output
-        gradients too; for `dkv` keys and values) stays in registers, and leaves shared
-        memory and its bandwidth to the rest. For compute capability 9, whose products
-        else read it from there; a table's blocks hold nothing on other GPUs.
+      held: how many of the tiles that multiply every block from the left stay in
+        registers, and leave shared memory and its bandwidth to the rest: for `forward`
+        that of queries; for `dq` of output gradients, then of queries; for `dkv` and
+        `dk` of values, then of keys; for `dv` of keys. For compute capability 9, whose
+        products else read them from there; a table's blocks hold none on other GPUs.
     """
 
     block_q: int
@@ -54,7 +55,7 @@ class Blocks:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    held: bool = False
+    held: int = 0
 
     def __post_init__(self):
         for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
@@ -75,8 +76,8 @@ class Blocks:
                 "max_registers must be None or a multiple of 8 from 24 to 248, "
                 f"got {most!r}"
             )
-        if not isinstance(self.held, bool):
-            raise ValueError(f"held must be True or False, got {self.held!r}")
+        if isinstance(self.held, bool) or self.held not in (0, 1, 2):
+            raise ValueError(f"held must be 0, 1 or 2, got {self.held!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +193,11 @@ REGIMES = {
 }
 
 
+# How many tiles of a program multiply every block from the left: the first of the size
+# of keys, the second of that of values.
+LEFT = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2, "operand": 0}
+
+
 def shared_memory(
     kernel: str,
     blocks: Blocks,
@@ -213,22 +219,15 @@ def shared_memory(
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
     stages: float = blocks.num_stages
-    own = blocks.block_q
-    if kernel == "forward":  # q stays; k and v stream
-        resident, streamed = own / 2, blocks.block_kv
-    elif kernel == "dq":  # q and do stay; k and v stream
-        resident, streamed = own, blocks.block_kv
-    elif kernel == "operand":  # every loop loads all four
-        own, resident, streamed = 0, 0, blocks.block_q + blocks.block_kv
-    else:  # k and v stay; q and do stream, and one of them is also wanted transposed
-        own, streamed, stages = blocks.block_kv, blocks.block_q, max(stages, 1.5)
-        resident = own
-        resident = resident / 2 if kernel == "dv" else resident  # no v
+    own, streamed = blocks.block_q, blocks.block_kv
+    if kernel == "operand":  # every loop loads all four
+        own, streamed = 0, own + streamed
+    elif kernel not in ("forward", "dq"):  # one of q and do is also wanted transposed
+        own, streamed, stages = streamed, own, max(stages, 1.5)
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
-    if blocks.held:
-        resident = 0
-    need = (resident + stages * streamed) * sum(heads) * itemsize
+    resident = own * sum(heads[: max(0, LEFT[kernel] - blocks.held)])
+    need = (resident + stages * streamed * sum(heads)) * itemsize
     # A sum, in float32, passes through it on its way out.
     return int(max(need, own * max(heads) * 4)) + tiles
 
@@ -272,7 +271,7 @@ def choose(
     pair_bytes: int = 0,
     kind: str = "plain",
     gpu: str | None = None,
-    held: bool = True,
+    holds: bool = True,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -286,7 +285,7 @@ def choose(
       pair_bytes: bytes of bias and mask for each pair of query and key.
       kind: the regime of a call with elements of two bytes, one of `REGIMES`.
       gpu: kind of the device, for its table.
-      held: whether a table's blocks may be `Blocks.held` on the GPU.
+      holds: whether a table's blocks may have tiles `held` on the GPU.
     """
     chosen = getattr(config, kernel, None)
     if chosen is None and kernel in ("dk", "dv"):
@@ -294,7 +293,7 @@ def choose(
     if chosen is not None:
         return chosen
     candidates = [
-        dataclasses.replace(blocks, held=blocks.held and held)
+        dataclasses.replace(blocks, held=blocks.held if holds else 0)
         for blocks in _candidates(kernel, heads, itemsize, kind, gpu)
     ]
     fits = (

@@ -61,12 +61,13 @@ HELD = ("plain", "causal_more_keys", "gqa", "head_40", "head_192_128", "everythi
 
 
 @pytest.mark.skipif(not ON_GPU, reason="registers are a GPU's")
+@pytest.mark.parametrize("held", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HELD)
-def test_blocks_held_in_registers(name, dtype, record_property):
+def test_blocks_held_in_registers(name, dtype, held, record_property):
     case = by_name(name)
     small = 16 if max(case.h, case.d) > 128 or dtype == "float32" else 64
-    rows, keys = Blocks(64, small, 4, 2, held=True), Blocks(small, 64, 4, 2, held=True)
+    rows, keys = Blocks(64, small, 4, 2, held=held), Blocks(small, 64, 4, 2, held=held)
     config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
     check_error_rule(case, dtype, ["triton"], record_property, config=config)
 

@@ -72,7 +72,8 @@ def test_many_distinct_wrong_calls():
         ((64, 64, 4, 1, 100), ["max_registers", "multiple of 8", "100"]),
         ((64, 64, 4, 1, 256), ["max_registers", "248", "256"]),
         ((64, 64, 4, 1, "no"), ["max_registers", "'no'"]),
-        ((64, 64, 4, 1, None, 1), ["held", "True or False", "1"]),
+        ((64, 64, 4, 1, None, 3), ["held", "0, 1 or 2", "3"]),
+        ((64, 64, 4, 1, None, True), ["held", "0, 1 or 2", "True"]),
     ],
 )
 def test_wrong_blocks(arguments, words):

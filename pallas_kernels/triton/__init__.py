@@ -113,7 +113,7 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         kind=_kind(size, operands, spec, pair_bytes),
         pair_bytes=pair_bytes,
         gpu=support.device_kind(),
-        held=support.holds(),
+        holds=support.holds(),
     )
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
 

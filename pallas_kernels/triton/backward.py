@@ -65,8 +65,10 @@ def dkv(
     def kernel(q, k, v, spec, saved, views):
         lse_log2, delta, do = saved
         spec, where = program.key_program(spec, layout)
-        k_block = launch.left(k.load(("s", "h"), where))
-        v_block = launch.left(v.load(("s", "d"), where)) if "dk" in outputs else None
+        tiles = [k.load(("s", "h"), where)]
+        if "dk" in outputs:
+            tiles.append(v.load(("s", "d"), where))
+        k_block, *v_block = launch.left(*tiles)
 
         def head(g, sums):
             head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
@@ -81,7 +83,7 @@ def dkv(
                 p = flash2.probabilities(scores, lse_block, launch.arithmetic)
                 do_block = do.load(("t", "d"), here)
                 # Before the product for dv, so that it runs beside the exponents.
-                dp = pairs.product(do_block, v_block) if "dk" in sums else None
+                dp = pairs.product(do_block, *v_block) if "dk" in sums else None
                 if "dv" in sums:
                     dropped = pairs.drop(p).astype(do.dtype)
                     sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)
@@ -152,7 +154,7 @@ def dq(
             o.load(("t", "d"), where), lse_block, do_block, dlse.load(("t",), where)
         )
         lse_log2 = flash2.lse_log2(lse_block)
-        q_block, do_block = launch.left(q_block), launch.left(do_block)
+        q_block, do_block = launch.left(q_block, do_block)
 
         def visit(masked, j, dq):
             here = program.visit_at(spec, where, layout, "s", j, masked)

@@ -56,7 +56,7 @@ def forward(
 
     def kernel(q, k, v, spec, outputs):
         spec, where, kv_blocks = program.query_program(spec, layout)
-        q_block = launch.left(q.load(("t", "h"), where))
+        (q_block,) = launch.left(q.load(("t", "h"), where))
 
         def visit(masked, j, state):
             here = program.visit_at(spec, where, layout, "s", j, masked)

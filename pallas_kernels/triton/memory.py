@@ -51,11 +51,10 @@ class Launch:
     arithmetic: Arithmetic
     interpret: bool
 
-    def left(self, block: jax.Array) -> jax.Array:
-        """A block that multiplies others from the left, where `Blocks` wants it."""
-        if self.interpret or not self.blocks.held:
-            return block
-        return support.in_registers(block)
+    def left(self, *tiles: jax.Array) -> tuple[jax.Array, ...]:
+        """Tiles that multiply others from the left, the last `held` in registers."""
+        first = max(0, len(tiles) - (0 if self.interpret else self.blocks.held))
+        return (*tiles[:first], *map(support.in_registers, tiles[first:]))
 
 
 @dataclasses.dataclass(frozen=True)
