@@ -131,15 +131,21 @@ def _terms(arrays, cotangents, arguments, results: Results, ds, p, bias) -> Resu
         "key": for_keys(pairs * scale**2, query),
         "value": for_keys((p / kept) ** 2, do),
     }
+    # What a score is the sum of, for the log-sum-exp.
+    keys = key.repeat(n // k, -2)
+    scores = scale**2 * np.einsum("...tnh,...snh->...nts", query**2, keys**2)
+    scores = scores + np.asarray(arguments["bias"]) ** 2
     if bias is not None:
         terms["bias"] = _summed_to(pairs, bias.shape)
     if "alibi_slopes" in arguments:
         offset = np.asarray(arguments.get("query_offset", 0))
         offset = np.broadcast_to(offset, batch)[..., None, None, None]
         distance = np.arange(t)[:, None] + offset - np.arange(s)
+        slopes = np.asarray(arguments["alibi_slopes"])
+        scores = scores + (slopes[..., None, None] * distance) ** 2
         over = (pairs * distance**2).sum((-2, -1))
-        lost = over.ndim - arguments["alibi_slopes"].ndim
-        terms["alibi_slopes"] = over.sum(tuple(range(lost)))
+        terms["alibi_slopes"] = over.sum(tuple(range(over.ndim - slopes.ndim)))
+    terms["lse"] = (p**2 * np.where(p > 0, scores, 0.0)).sum(-1)
     if "sinks" in arguments:
         lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
         p = np.exp(arguments["sinks"] - lse)
