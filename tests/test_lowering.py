@@ -225,7 +225,9 @@ def test_left_operands_are_held(monkeypatch, kernel, head, count, dtype):
     x = jax.ShapeDtypeStruct((1, 512, 2, head), dtype)
 
     def gradients(q, k, v):
-        config = configs.Config(**{kernel: held})
+        config = configs.Config(
+            **dict.fromkeys(configs.KERNELS, blocks) | {kernel: held}
+        )
         call = functools.partial(attention, implementation="triton", config=config)
         return jax.vjp(call, q, k, v)[1](q)
 
