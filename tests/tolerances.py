@@ -37,22 +37,26 @@ def evaluate(arrays, cotangents, arguments, of=None) -> Results:
     Args:
       of: names of the results wanted; None for all.
     """
-    operands = {
-        name: jnp.asarray(arguments[name]) for name in OPERANDS & arguments.keys()
+    # Arrays are inputs: of constants XLA would compute much itself, slowly.
+    data = {
+        name: jnp.asarray(x)
+        for name, x in arguments.items()
+        if name in OPERANDS or isinstance(x, np.ndarray | jax.Array)
     }
-    others = {name: x for name, x in arguments.items() if name not in operands}
-    inputs = dict(zip(("query", "key", "value"), arrays, strict=True)) | operands
+    others = {name: x for name, x in arguments.items() if name not in data}
+    inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
+    inputs |= {name: data.pop(name) for name in OPERANDS if name in data}
 
     @jax.jit
-    def run(inputs, cotangents):
+    def run(inputs, cotangents, data):
         def call(inputs):
-            return attention(**inputs, return_residual=True, **others)
+            return attention(**inputs, return_residual=True, **data, **others)
 
         (out, lse), vjp = jax.vjp(call, inputs)
         results = {"out": out, "lse": lse, **vjp(cotangents)[0]}
         return results if of is None else {name: results[name] for name in of}
 
-    results = run(inputs, cotangents)
+    results = run(inputs, cotangents, data)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 
