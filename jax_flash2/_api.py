@@ -119,9 +119,10 @@ def attention(
     value before they multiply it, as in `jax.nn.dot_product_attention`. Same inputs on
     the same GPU give the same bits.
 
-    Derivatives: reverse mode everywhere. Forward mode (`jax.jvp`, `jax.linearize`,
-    `jax.hessian`: of any order, and over reverse mode) with "xla", in linear memory;
-    reverse over reverse with "reference" alone.
+    Derivatives: reverse mode, and both modes over reverse mode (`jax.grad` of
+    `jax.grad`, `jax.hessian`), in linear memory; with "triton" the tangents of second
+    derivatives run as "xla". Forward mode itself (`jax.jvp`, `jax.linearize`) with
+    "xla". Third derivatives by forward mode over second ones, or with "reference".
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -219,10 +220,10 @@ def attention(
         config=config,
         precision=precision,
     )
-    _derivatives.check_mode(problem.backend, [x.value for x in operands])
     results = [x.axes for x in forward_outputs(problem, operands)]
     attend = functools.partial(_vjp.attend, problem)
-    out, lse = _sharding.on_each_device(attend, operands, results)
+    with _derivatives.named_mode(problem.backend):
+        out, lse = _sharding.on_each_device(attend, operands, results)
     if not return_residual:
         return out
     return out, lse if shape.single else jnp.swapaxes(lse, -1, -2)

@@ -1,14 +1,23 @@
-"""Differentiation rules of the xla backend, forward mode included.
+"""Differentiation rules: forward mode, second derivatives.
 
-Its loops are plain JAX, so that JAX itself can push tangents through them (`jax.jvp`,
-`jax.linearize`, `jax.hessian`), in memory linear in the sequence length. The tangent of
-the forward is an operation of its own, linear in the tangents, and its transpose is the
-backward of FlashAttention-2: reverse mode saves and runs what the kernels' custom_vjp
-would.
+The loops of the xla backend are plain JAX, so that JAX itself can push tangents through
+them (`jax.jvp`, `jax.linearize`, `jax.hessian`), in memory linear in the sequence
+length. The tangent of the forward is an operation of its own, linear in the tangents,
+and its transpose is the backward of FlashAttention-2: reverse mode saves and runs what
+the kernels' custom_vjp would.
+
+The transpose of the backward's tangent (reverse over reverse) needs no pass of its own.
+With L(x) = <out(x), do> + <lse(x), dlse>, the backward is g = grad L, and its
+derivative along x is a Hessian, which is symmetric: the transpose at u is the tangent
+of g along u. The derivative along do and dlse transposed is the tangent of the forward
+along u.
+
+So too for the kernels: their tangents run as loops of the xla backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -21,28 +30,33 @@ from jax_flash2._operation import (
     FORWARD,
     Operation,
     Problem,
-    backward_outputs,
-    forward_outputs,
     is_differentiable,
     to_save,
 )
 from pallas_kernels.core.axes import Named, sizes, summed_to
 
+# Those that need no custom_vjp.
 BACKENDS = ("xla",)
+# Whose loops compute every tangent.
+_OF_TANGENTS = "xla"
 
 
-def check_mode(backend: str, arrays) -> None:
-    """Raises a TypeError in forward mode over kernels, where it can be seen from here.
+@contextlib.contextmanager
+def named_mode(backend: str):
+    """In which a TypeError of forward mode over a custom_vjp names the way out.
 
-    A custom_vjp has reverse mode alone. In the derivative of a function that was jitted
-    before, JAX says so by itself.
+    It has reverse mode alone. In the derivative of a function that was jitted before,
+    JAX says so by itself.
     """
-    forward = any(isinstance(x, ad.JVPTracer) for x in arrays)
-    if forward and backend == "triton":
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
         raise TypeError(
-            "implementation='triton' has no forward mode (jax.jvp, jax.jacfwd, "
-            "jax.hessian): got tangents; pass implementation='xla', which has"
-        )
+            f"implementation={backend!r} has no forward mode (jax.jvp, jax.jacfwd) but "
+            "over reverse mode: got tangents; pass implementation='xla', which has"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +105,7 @@ def _tangent(kind: _Kind) -> _Kind:
         for i, x in zip(places, tangents, strict=True):
             primals[i] = _with_axes_of(primals[i], x)
         axes = tuple(x.axes for x in primals[: len(problem.axes)])
-        here = dataclasses.replace(problem, axes=axes)
+        here = dataclasses.replace(problem, axes=axes, backend=_OF_TANGENTS)
 
         def function(*values):
             operands = list(primals)
@@ -121,8 +135,21 @@ def _tangent(kind: _Kind) -> _Kind:
     return _Kind(tangent, arity)
 
 
-def _differentiate(kind: _Kind) -> Operation:
-    """Gives an operation its rule for `jax.jvp`; returns its tangent."""
+def _no_transpose(*_, **__):
+    raise NotImplementedError(
+        "reverse mode of a second derivative of attention: take it by forward mode "
+        "(jax.jvp) over the others, or pass implementation='reference', which takes "
+        "memory quadratic in the sequence length"
+    )
+
+
+def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
+    """Gives an operation its rule for `jax.jvp`; returns its tangent.
+
+    Args:
+      kind: of the operation.
+      transposed: rule for the transpose of the tangent (`_transpose`).
+    """
     operation = kind.operation
     derived = _tangent(kind)
     tangent = derived.operation
@@ -148,41 +175,87 @@ def _differentiate(kind: _Kind) -> Operation:
 
     ad.primitive_jvps[operation.primitive] = jvp
     ad.primitive_jvps[tangent.primitive] = jvp_of_tangent
-    ad.primitive_transposes[tangent.primitive] = _no_transpose
-    return tangent
+    ad.primitive_transposes[tangent.primitive] = _transpose(kind, transposed)
+    return derived
 
 
-def _no_transpose(*_, **__):
-    raise NotImplementedError(
-        "reverse mode of a derivative of attention: differentiate forward over reverse "
-        "(jax.hessian, jax.jvp of jax.grad), or pass implementation='reference', which "
-        "takes memory quadratic in the sequence length"
-    )
+def _transpose(kind: _Kind, rule: Callable) -> Callable:
+    """The transpose of the tangent of an operation.
+
+    Args:
+      kind: of the operation.
+      rule: of the problem, what the tangent takes beside tangents, and a cotangent of
+        each result; returns what each tangent gets.
+    """
+
+    def transpose(cotangents, *arrays, problem: Problem, axes, sign):
+        del sign
+        operands = [
+            Named(x.aval if ad.is_undefined_primal(x) else x, a)
+            for x, a in zip(arrays, axes, strict=True)
+        ]
+        outputs = kind.operation.outputs(problem, operands)
+        grads = [
+            Named(ad.instantiate_zeros(x), out.axes)
+            for x, out in zip(cotangents, outputs, strict=True)
+        ]
+        count = len(operands) - len(kind.parts(problem, operands)[1])
+        found = rule(problem, operands[:count], grads)
+        wanted = zip(found, arrays[count:], operands[count:], strict=True)
+        return [None] * count + [
+            summed_to(x, like.axes).astype(like.dtype)
+            if ad.is_undefined_primal(array)
+            else None
+            for x, array, like in wanted
+        ]
+
+    return transpose
 
 
-def _transpose(cotangents, *arrays, problem: Problem, axes, sign):
-    """Of the tangent of the forward: the backward pass."""
-    del sign
-    count = len(problem.axes)
-    avals = [x.aval if ad.is_undefined_primal(x) else x for x in arrays]
-    operands = list(map(Named, avals, axes))
-    results = forward_outputs(problem, operands)
-    grads = list(map(ad.instantiate_zeros, cotangents))
-    all_axes = (*axes[: count + 2], *(x.axes for x in results))
-    all_arrays = (*arrays[: count + 2], *grads)
-    gradients = BACKWARD(*all_arrays, problem=problem, axes=all_axes)
-    structs = backward_outputs(problem, list(map(Named, all_arrays, all_axes)))
-    found = [
-        summed_to(Named(g, struct.axes), x.axes).astype(x.dtype)
-        for g, struct, x in zip(gradients, structs, operands[count + 2 :], strict=True)
-    ]
-    wanted = map(ad.is_undefined_primal, arrays[count + 2 :])
-    unknown = [x if w else None for x, w in zip(found, wanted, strict=True)]
-    return [*[None] * (count + 2), *unknown]
+def _call(kind: _Kind, problem: Problem, *operands: Named) -> list[Named]:
+    axes = tuple(x.axes for x in operands)
+    results = kind.operation(*(x.value for x in operands), problem=problem, axes=axes)
+    structs = kind.operation.outputs(problem, operands)
+    return [Named(x, struct.axes) for x, struct in zip(results, structs, strict=True)]
 
 
-_forward_tangent = _differentiate(
-    _Kind(FORWARD, lambda problem, _: len(problem.axes), saves=True)
-)
-ad.primitive_transposes[_forward_tangent.primitive] = _transpose
-_differentiate(_Kind(BACKWARD, lambda problem, _: len(problem.axes) + 4))
+def _zeros(operands: Sequence[Named]) -> list[Named]:
+    return [Named(jnp.zeros_like(x.value), x.axes) for x in operands]
+
+
+def _of_forward(problem: Problem, saved, cotangents) -> list[Named]:
+    """Of the forward's tangent: the backward pass."""
+    return _call(_BACKWARD, problem, *saved, *cotangents)
+
+
+def _of_backward(problem: Problem, known, along) -> list[Named]:
+    """Of the backward's tangent, whose results have the cotangents `along`."""
+    *saved, do, dlse = known
+    of_out, of_gradients = _along(problem, saved, (do, dlse), along)
+    return [*of_gradients, *_zeros(saved[-2:]), *of_out]
+
+
+def _of_forward_tangent(problem: Problem, known, cotangents) -> list[Named]:
+    """Of the tangent of the forward's tangent (reverse over forward)."""
+    count = len(problem.axes) + 2
+    saved, along = known[:count], known[count:]
+    _, of_gradients = _along(problem, saved, cotangents, along)
+    gradients = _of_forward(problem, saved, cotangents)
+    return [*of_gradients, *_zeros(saved[-2:]), *gradients]
+
+
+def _along(problem: Problem, saved, cotangents, along):
+    """Tangents of the forward's results, and of its gradients for the cotangents.
+
+    That o and lse, the last of `saved`, follow from the operands is in them.
+    """
+    of_out = _call(_FORWARD_TANGENT, problem, *saved, *along)
+    tangents = (*along, *of_out, *_zeros(cotangents))
+    return of_out, _call(_BACKWARD_TANGENT, problem, *saved, *cotangents, *tangents)
+
+
+_FORWARD = _Kind(FORWARD, lambda problem, _: len(problem.axes), saves=True)
+_BACKWARD = _Kind(BACKWARD, lambda problem, _: len(problem.axes) + 4)
+_FORWARD_TANGENT = _differentiate(_FORWARD, _of_forward)
+_BACKWARD_TANGENT = _differentiate(_BACKWARD, _of_backward)
+_differentiate(_FORWARD_TANGENT, _of_forward_tangent)

@@ -180,6 +180,20 @@ them, wherever heads and batch lie; no operand is transposed or repeated.
 
 Keys and values that all heads share are not mapped: `in_axes=(1, None, None)`.
 
+Second derivatives
+------------------
+A penalty on the gradient of the input (reverse over reverse) and a Hessian times a
+vector (forward over reverse), in linear memory.
+
+    >>> def energy(x):
+    ...     return jnp.sum(jnp.sin(attention(x, x, x, is_causal=True)))
+    >>> def penalty(x):
+    ...     return jnp.sum(jax.grad(energy)(x) ** 2)
+    >>> gradient = jax.jit(jax.grad(penalty))(x)
+    >>> _, along = jax.jvp(jax.grad(energy), (x,), (jax.grad(energy)(x),))
+    >>> same(gradient, 2 * along)
+    True
+
 Several devices, automatic
 --------------------------
 `jax.jit` divides batch entries and heads as its inputs are divided. Only gradients of

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of the xla backend, against the reference."""
+"""Forward mode and second derivatives, against the reference."""
 
 import functools
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jax_flash2 import attention
-from tests.cases import BACKENDS
+from tests.cases import BACKENDS, ON_GPU
+from tests.lowering import lower_for_gpu
 
 T = 20
 
@@ -26,11 +27,14 @@ def _operands(seed=0):
     return tuple(jnp.asarray(rng.standard_normal(s)) for s in shapes)
 
 
-def _results(q, k, v, bias, sinks, *, implementation):
+def _results(q, k, v, bias=None, sinks=None, **options):
+    """Some rows have no keys."""
     ids = jnp.asarray(np.arange(2 * T).reshape(2, T) // 9)
+    lengths = jnp.asarray([T, 13], jnp.int32)
     return attention(
         *(q, k, v), is_causal=True, bias=bias, sinks=sinks, logits_soft_cap=3.0,
-        query_segment_ids=ids, return_residual=True, implementation=implementation,
+        query_segment_ids=ids, key_value_seq_lengths=lengths, return_residual=True,
+        **options,
     )  # fmt: skip
 
 
@@ -72,12 +76,88 @@ def _jvp_of_jvp(f, operands, tangents):
     return jax.jvp(lambda *x: jax.jvp(f, x, tangents)[1], operands, tangents)
 
 
-def _jvp_of_grad(f, operands, tangents):
+def _gradients(f):
+    """Of a function that is not linear in the output and the log-sum-exp."""
+
     def loss(*x):
         out, lse = f(*x)
+        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return jnp.sum(jnp.cos(out)) + jnp.sum(jnp.sin(lse))
 
-    return jax.jvp(jax.grad(loss, (0, 1, 2, 3, 4)), operands, tangents)
+    return lambda *x: jax.grad(loss, tuple(range(len(x))))(*x)
+
+
+def _jvp_of_grad(f, operands, tangents):
+    return jax.jvp(_gradients(f), operands, tangents)
+
+
+def _vjp_of_grad(f, operands, tangents):
+    """Reverse over reverse."""
+    return jax.vjp(_gradients(f), *operands)[1](tangents)
+
+
+def _vjp_of_some_of_grad(f, operands, tangents):
+    """Of two gradients by two operands: zeros for all others."""
+    q, k, v, *others = operands
+
+    def gradients(k, v):
+        return _gradients(f)(q, k, v, *others)[:2]
+
+    return jax.jit(lambda *x: jax.vjp(gradients, *x)[1](tangents[:2]))(k, v)
+
+
+def _vjp_of_vjp(f, operands, tangents):
+    """By the cotangents too."""
+    cotangents = jax.tree.map(jnp.sin, f(*operands))
+
+    def backward(operands, cotangents):
+        return jax.vjp(f, *operands)[1](cotangents)
+
+    return jax.vjp(backward, operands, cotangents)[1](tangents)
+
+
+def _vjp_of_jvp(f, operands, tangents):
+    """Reverse over forward, by the tangents too."""
+
+    def along(operands, tangents):
+        return jax.jvp(f, operands, tangents)[1]
+
+    cotangents, pull = jax.vjp(along, operands, tangents)
+    return pull(jax.tree.map(jnp.sin, cotangents))
+
+
+def _jvp_of_vjp_of_grad(f, operands, tangents):
+    """A third derivative, by forward mode."""
+
+    def second(*x):
+        return jax.vjp(_gradients(f), *x)[1](tangents)[:1]
+
+    return jax.jvp(second, operands, tangents)
+
+
+def _vjp_of_grad_of_vmap(f, operands, tangents):
+    """Of a query and a bias for each element; key, value and sinks are shared."""
+
+    def mapped(q, k, v, bias, sinks):
+        call = jax.vmap(f, (0, None, None, 1, None), 1)
+        return call(jnp.stack([q, 2 * q]), k, v, jnp.stack([bias, -bias], 1), sinks)
+
+    return _vjp_of_grad(mapped, operands, tangents)
+
+
+def _vmap_of_vjp_of_grad(f, operands, tangents):
+    """Of cotangents alone, and of a query alone."""
+    operands, tangents = operands[:3], tangents[:3]
+    _, pull = jax.vjp(_gradients(f), *operands)
+    twice = tuple(jnp.stack([x, 3 * x]) for x in tangents)
+    q, *others = operands
+    of_query = jax.vmap(lambda q: _vjp_of_grad(f, (q, *others), tangents))
+    return jax.vmap(pull)(twice), of_query(jnp.stack([q, -q]))
+
+
+def _compiled(transformation, **options):
+    f = functools.partial(_results, **options)
+    return jax.jit(functools.partial(transformation, f))
 
 
 @pytest.mark.parametrize(
@@ -90,14 +170,19 @@ def _jvp_of_grad(f, operands, tangents):
         _vmap_of_jvp,
         _jvp_of_jvp,
         _jvp_of_grad,
+        _vjp_of_grad,
+        _vjp_of_some_of_grad,
+        _vjp_of_vjp,
+        _vjp_of_jvp,
+        _jvp_of_vjp_of_grad,
+        _vjp_of_grad_of_vmap,
+        _vmap_of_vjp_of_grad,
     ],
 )
-def test_forward_mode(transformation):
+def test_derivatives(transformation):
     operands, tangents = _operands(), _operands(1)
     found, expected = (
-        transformation(
-            functools.partial(_results, implementation=name), operands, tangents
-        )
+        _compiled(transformation, implementation=name)(operands, tangents)
         for name in ("xla", "reference")
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -117,32 +202,66 @@ def test_hessian():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_memory_of_forward_mode_is_linear():
+@pytest.mark.parametrize("transformation", [_jvp_of_grad, _vjp_of_grad])
+def test_second_derivatives_of_kernels(transformation):
+    """Their tangents are those of the xla backend; float32, as the kernels are."""
+    operands, tangents = (
+        tuple(x.astype(jnp.float32) for x in _operands(seed)[:3]) for seed in (0, 1)
+    )
+    found, expected = (
+        _compiled(transformation, **options)(operands, tangents)
+        for options in (BACKENDS["triton"], {"implementation": "reference"})
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        atol = (5e-2 if ON_GPU else 2e-5) * jnp.max(jnp.abs(b))  # TF32
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+def test_gradients_of_kernels_are_kernels_under_a_second_derivative():
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+
+    def twice(q, k, v):
+        def loss(q):
+            return jnp.sum(jnp.cos(attention(q, k, v, implementation="triton")))
+
+        return jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(loss)(q))))(q)
+
+    # Forward, and dq and dkv of both backward passes.
+    assert lower_for_gpu(twice, x, x, x).count("__gpu$xla.gpu.triton") == 5
+
+
+@pytest.mark.parametrize("second", ["forward", "reverse"])
+def test_memory_of_second_derivatives_is_linear(second):
     x = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
-    def hessian_vector(q, tangent):
+    def hessian_vector(q, vector):
         def loss(q):
             return jnp.sum(attention(q, q, q, implementation="xla"))
 
-        return jax.jvp(jax.grad(loss), (q,), (tangent,))
+        gradient = jax.grad(loss)
+        if second == "forward":
+            return jax.jvp(gradient, (q,), (vector,))
+        return jax.vjp(gradient, q)[1](vector)
 
     compiled = jax.jit(hessian_vector).lower(x, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 2048 * 4 / 2
 
 
-def test_reverse_over_reverse_names_the_way_out():
+def test_reverse_mode_of_a_second_derivative_names_the_way_out():
     q, k, v, *_ = _operands()
 
     def loss(q, implementation):
         return jnp.sum(jnp.cos(attention(q, k, v, implementation=implementation)))
 
-    def twice(implementation):
-        inner = jax.grad(functools.partial(loss, implementation=implementation))
-        return jax.grad(lambda q: jnp.sum(jnp.sin(inner(q))))(q)
+    def thrice(implementation):
+        f = functools.partial(loss, implementation=implementation)
+        for _ in range(2):
+            f = functools.partial(lambda f, q: jnp.sum(jnp.sin(jax.grad(f)(q))), f)
+        return jax.jit(jax.grad(f))(q)
 
     with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        twice("xla")
-    assert np.isfinite(twice("reference")).all()
+        thrice("xla")
+    assert np.isfinite(thrice("reference")).all()
 
 
 def test_forward_mode_of_kernels_names_the_way_out():

@@ -171,8 +171,9 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
         alpha = jnp.exp2(m - shift)
         l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
         m, acc = jnp.where(empty, m, joint), acc * alpha[:, None]
-    inverse = 1.0 / jnp.where(empty, 1.0, l)
-    return acc * inverse[:, None], m * LN_2 + jnp.log(l)
+    l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
+    lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
+    return acc * (1.0 / l)[:, None], lse
 
 
 def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
