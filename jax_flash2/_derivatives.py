@@ -43,10 +43,9 @@ _OF_TANGENTS = "xla"
 
 @contextlib.contextmanager
 def named_mode(backend: str):
-    """In which a TypeError of forward mode over a custom_vjp names the way out.
+    """Within, JAX's TypeError of forward mode over a custom_vjp names the way out.
 
-    It has reverse mode alone. In the derivative of a function that was jitted before,
-    JAX says so by itself.
+    In the derivative of a function that was jitted before, JAX's own words remain.
     """
     try:
         yield

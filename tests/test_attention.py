@@ -18,16 +18,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 def _problems():
     """All cases in all dtypes where the kernels are compiled.
 
-    Elsewhere every case runs in one dtype, the next case in the next.
+    Elsewhere every case runs in float32 on the xla backend, and in one dtype, the next
+    case in the next, on both.
     """
     for i, case in enumerate(CASES):
-        for dtype in DTYPES if ON_GPU else [DTYPES[i % 3]]:
-            yield pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+        one = DTYPES[i % 3]
+        for dtype in DTYPES if ON_GPU else sorted({"float32", one}):
+            backends = tuple(BACKENDS) if ON_GPU or dtype == one else ("xla",)
+            name = f"{case.name}-{dtype}-{'-'.join(backends)}"
+            yield pytest.param(case, dtype, backends, id=name)
 
 
-@pytest.mark.parametrize(("case", "dtype"), list(_problems()))
-def test_error_rule(case, dtype, record_property):
-    check_error_rule(case, dtype, BACKENDS, record_property)
+@pytest.mark.parametrize(("case", "dtype", "backends"), list(_problems()))
+def test_error_rule(case, dtype, backends, record_property):
+    check_error_rule(case, dtype, backends, record_property)
 
 
 def check_error_rule(case, dtype, backends, record_property, **more):

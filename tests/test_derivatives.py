@@ -38,12 +38,8 @@ def _results(q, k, v, bias=None, sinks=None, **options):
     )  # fmt: skip
 
 
-def _jvp(f, operands, tangents):
-    return jax.jvp(f, operands, tangents)
-
-
 def _jvp_of_jit(f, operands, tangents):
-    return jax.jit(functools.partial(jax.jvp, jax.jit(f)))(operands, tangents)
+    return jax.jvp(jax.jit(f), operands, tangents)
 
 
 def _linearize(f, operands, tangents):
@@ -163,7 +159,6 @@ def _compiled(transformation, **options):
 @pytest.mark.parametrize(
     "transformation",
     [
-        _jvp,
         _jvp_of_jit,
         _linearize,
         _jvp_of_vmap,
