@@ -79,12 +79,15 @@ def problems(regime: str, head_size: int) -> list[Problem]:
     documents = np.arange(8192) // 1024
     rows = jnp.asarray(np.broadcast_to(documents, (2, 8192)), jnp.int32)
     if regime == "plain":
-        cases = [(2048, False), (8192, True), (_TOKENS, False)]
+        cases = [(2048, False), (4096, True), (4096, False)]
         alibi = {"alibi_slopes": jnp.exp2(-jnp.arange(1.0, hidden_heads + 1))}
         return [
             *(Problem(shape(*case)) for case in cases),
             Problem(shape(4096), arrays=alibi, operand="alibi_slopes"),
         ]
+    if regime == "long":
+        cases = [(8192, True), (_TOKENS, True), (_TOKENS, False)]
+        return [Problem(shape(*case)) for case in cases]
     if regime == "single":
         return [Problem(shape(_TOKENS, x, heads=1, batch=1)) for x in (True, False)]
     if regime == "few":

@@ -185,6 +185,7 @@ REGIMES = {
     "single": "at most one program of 128 query rows to a multiprocessor",
     "few": "at most eight of them",
     "short": "few keys for a query: a window, short sequences, packed documents",
+    "long": "sequences of many keys",
     "heavy": "much arithmetic or one byte for every pair: a soft cap, a mask",
     "dropout": "bits made for every pair",
     "bias": "more bytes for every pair: a bias",

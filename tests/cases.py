@@ -235,6 +235,7 @@ CASES = [
     Case("head_160", _with(is_causal=True), h=160, d=160, t=17, s=20),
     Case("head_192_128", _with(is_causal=True), h=192, d=128, t=20, s=20),
     Case("head_256", _with(is_causal=True), h=256, d=256, t=20, s=20),
+    Case("head_256_few_queries", t=5, h=256, d=256),
     Case("head_320_512", h=320, d=512, t=20, s=20),
     Case("head_512", _with(is_causal=True), h=512, d=512, t=20, s=33),
     Case("no_batch", _with(is_causal=True), batch=()),

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_flash2 import attention
+from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import configs
 from pallas_kernels.triton import addresses, registers, support
 from tests.cases import CASES, by_name
@@ -71,9 +71,11 @@ def _programs(text: str) -> list[int]:
 @pytest.mark.parametrize("name", ["segments", "mask_full"])
 def test_block_tables_add_no_programs(name):
     case = by_name(name).full()
-    run, shapes = forward_and_backward(case, jnp.bfloat16)
+    blocks = Blocks(64, 64, 4, 2)
+    options = {"config": Config(forward=blocks, dkv=blocks, dq=blocks)}
+    run, shapes = forward_and_backward(case, jnp.bfloat16, **options)
     without = dataclasses.replace(case, arguments=lambda rng, case: {})
-    plain, _ = forward_and_backward(without, jnp.bfloat16)
+    plain, _ = forward_and_backward(without, jnp.bfloat16, **options)
     programs = _programs(lower_for_gpu(run, *shapes))
     assert len(programs) == 3
     assert programs == _programs(lower_for_gpu(plain, *shapes))

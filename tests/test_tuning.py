@@ -64,7 +64,8 @@ def _regimes(monkeypatch, shapes, arguments) -> set[str]:
     ("shape", "arguments", "regime"),
     [
         ((4, 4096, 16), {}, "plain"),
-        ((2, 8192, 16), {"key_value_seq_lengths": jnp.full(2, 8000)}, "plain"),
+        ((2, 8192, 16), {"key_value_seq_lengths": jnp.full(2, 8000)}, "long"),
+        ((1, 16384, 16), {"is_causal": False}, "long"),
         ((1, 16384, 2), {}, "few"),
         ((1, 8192, 1), {}, "single"),
         ((2, 8192, 16), {"local_window_size": (1000, 0)}, "short"),
@@ -74,7 +75,7 @@ def _regimes(monkeypatch, shapes, arguments) -> set[str]:
         ((8, 2048, 16), {"is_causal": False}, "plain"),
         ((16, 1024, 16), {"is_causal": False}, "short"),
         ((2, 8192, 16), {"logits_soft_cap": 30.0}, "heavy"),
-        ((2, 8192, 16), {"alibi_slopes": jnp.ones(16)}, "plain"),
+        ((2, 8192, 16), {"alibi_slopes": jnp.ones(16)}, "long"),
         ((2, 8192, 16), {"mask": MASK}, "heavy"),
         ((2, 8192, 16), DROPOUT, "dropout"),
         ((2, 8192, 16), {"query_segment_ids": IDS}, "short"),

@@ -71,11 +71,11 @@ def cotangents_for(case, dtype, seed: int = 1):
 
 
 def exact(arrays, cotangents, arguments) -> Results:
-    """The reference in float64 on the same (rounded) inputs.
+    """The reference in float64 on the same (rounded) inputs, on the CPU.
 
     For each that is a sum over pairs there is also "... terms", the size of the terms.
     """
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
 
         def wide(x):
             return jnp.asarray(np.asarray(x, np.float64))

@@ -21,10 +21,10 @@ from pallas_kernels.triton.memory import Launch
 
 MAX_HEAD_SIZE = 512
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# Keys for a query, on average, up to which the blocks of "short" were the faster ones:
-# at head size 128, T 512 to 2048 causal and 512, 1024 full on an H200, by 10 to 12 %
-# (2026-11-21); in settled clocks by 1 % at T 1024 causal (2026-11-22).
+# Keys for a query, on average, up to which the blocks of "short" are the faster ones,
+# and keys from which those of "long" are (H200, 2026-11-22: BUILD_NOTES.md, Measured).
 _SHORT = 1024
+_LONG = 8192
 
 lowering_context = support.lowering_context
 
@@ -83,7 +83,8 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / support.multiprocessors()
     if programs > 8:
-        return "plain" if keys > _SHORT else "short"
+        usual = "long" if size["s"] >= _LONG else "plain"
+        return usual if keys > _SHORT else "short"
     return "few" if programs > 1 else "single"
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program
+from pallas_kernels.triton import memory, program, support
 from pallas_kernels.triton.memory import Launch
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
@@ -74,8 +74,8 @@ def forward(
 
         nothing = flash2.init(launch.blocks.block_q, where["d"].size, _PARTS)
         # Triton takes a loop apart that it knows to have one round, and gives each of
-        # its copies shared memory: a 1 that is not known until the kernel runs.
-        one = jnp.asarray(where["t"].start >= 0, jnp.int32)
+        # its copies shared memory.
+        one = support.unforeseen_one(where["t"].start, launch.interpret)
         kv_blocks = kv_blocks.with_an_edge(one)
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
         good = flash2.in_range(state, v.dtype)

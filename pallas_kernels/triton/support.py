@@ -182,6 +182,24 @@ def in_registers(x: jax.Array) -> jax.Array:
     return result
 
 
+def unforeseen_one(index: jax.Array, interpret: bool) -> jax.Array:
+    """An int32 1 that the compiler cannot know before the kernel runs.
+
+    Args:
+      index: any int32 scalar of the kernel.
+    """
+    if interpret:
+        return jnp.ones_like(index)
+    (one,) = plgpu.elementwise_inline_asm(
+        "mov.b32 $0, 1;",
+        args=[jnp.broadcast_to(index, (1,))],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), index.dtype)],
+    )
+    return jnp.max(one)
+
+
 def _where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
     """In two instructions; the compiler would choose after rounding to two bytes."""
     (result,) = plgpu.elementwise_inline_asm(
