@@ -117,8 +117,8 @@ def _terms(arrays, cotangents, arguments, results: Results, ds, p, bias) -> Resu
     largest /= value.shape[-1] ** 0.5
     kept = 1 - arguments.get("dropout_rate", 0)
     dp = np.linalg.norm(do, axis=-1) * largest / kept
-    dp = np.moveaxis(dp + np.abs(dlse), -1, -2)[..., None]
-    pairs = ds**2 + (p * dp) ** 2
+    dp = dp + np.abs(dlse)
+    pairs = ds**2 + (p * np.moveaxis(dp, -1, -2)[..., None]) ** 2
     scale = arguments.get("scale")
     scale = h**-0.5 if scale is None else scale
 
@@ -154,7 +154,8 @@ def _terms(arrays, cotangents, arguments, results: Results, ds, p, bias) -> Resu
         lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
         p = np.exp(arguments["sinks"] - lse)
         delta = np.sum(results["out"] * do, -1) - dlse
-        terms["sinks"] = ((p * delta) ** 2).sum(tuple(range(lse.ndim - 1)))
+        over = p**2 * (delta**2 + dp**2)
+        terms["sinks"] = over.sum(tuple(range(lse.ndim - 1)))
     return {f"{name} terms": np.sqrt(x) for name, x in terms.items()}
 
 
