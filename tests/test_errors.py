@@ -168,15 +168,32 @@ def test_no_batch_or_heads(backend, batch, heads):
         assert not np.any(gradient)
 
 
-def _same(arguments, others, options, atol=2e-2 if ON_GPU else 0.0):
+@functools.lru_cache(maxsize=8)
+def _program(backend: str, is_causal: bool):
+    """Output and gradient of one array, of the arguments that are arrays."""
+    options = {"is_causal": is_causal, **BACKENDS[backend]}
+
+    @jax.jit
+    def run(x, arguments):
+        def call(x):
+            return attention(x, x, x, **arguments, **options)
+
+        out, vjp = jax.vjp(call, x)
+        return out, vjp(x)[0]
+
+    return run
+
+
+def _same(arguments, others, backend, *, is_causal=False, atol=2e-2 if ON_GPU else 0.0):
     x = jax.random.normal(jax.random.key(0), (2, 20, 2, 16), jnp.float32)
+    run = _program(backend, is_causal)
+    for a, b in zip(run(x, arguments), run(x, others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
-    def call(arguments):
-        return jax.vjp(lambda x: attention(x, x, x, **arguments, **options), x)
 
-    (a, a_vjp), (b, b_vjp) = map(jax.jit(call), (arguments, others))
-    for x, y in ((a, b), (jax.jit(a_vjp)(a)[0], jax.jit(b_vjp)(a)[0])):
-        np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+def _same_offset(far, near, backend):
+    offsets = {"query_offset": far}, {"query_offset": near}
+    _same(*offsets, backend, is_causal=True, atol=2e-2 if ON_GPU else 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -184,7 +201,7 @@ def test_lengths_beyond_the_rows_are_clipped(backend):
     few, many = np.int32([-5, 2**31 - 1]), np.int32([-(2**31), 21])
     lengths = {"query_seq_lengths": few, "key_value_seq_lengths": many}
     clipped = dict.fromkeys(lengths, np.int32([0, 20]))
-    _same(lengths, clipped, BACKENDS[backend])
+    _same(lengths, clipped, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -193,36 +210,29 @@ def test_segment_ids_may_be_any_int32(backend):
     small = np.repeat(np.int32([[3, 1, 2, 0, 3]]), 4, axis=1).repeat(2, axis=0)
     large = np.int32([-1, -(2**31), 2**31 - 1, 7])[small]
     ids = "query_segment_ids"
-    _same({ids: large}, {ids: small}, BACKENDS[backend])
+    _same({ids: large}, {ids: small}, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_far_offsets_are_clipped(backend):
     """Beyond 2**28, traced or not: every key is before the rows, or none is."""
     for far, near in ((2**31 - 1, 20), (-(2**31), -20)):
-        options = {"is_causal": True, **BACKENDS[backend]}
-        offset = "query_offset"
-        atol = 2e-2 if ON_GPU else 1e-5
-        _same({offset: jnp.int32(far)}, {offset: jnp.int32(near)}, options, atol)
+        _same_offset(jnp.int32(far), jnp.int32(near), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wide_integers_lose_nothing(backend):
     """Of 64 bits, or unsigned: clipped, or compared, before 32 bits are left."""
-    options = BACKENDS[backend]
     few = {"query_seq_lengths": np.int32([3, 20])}
-    _same({"query_seq_lengths": np.uint32([3, 2**32 - 1])}, few, options)
+    _same({"query_seq_lengths": np.uint32([3, 2**32 - 1])}, few, backend)
     with jax.enable_x64(True):
-        _same({"query_seq_lengths": np.int64([3, 2**40])}, few, options)
-        near, far = jnp.int32(20), jnp.int64(2**40)
-        causal = {"is_causal": True, **options}
-        atol = 2e-2 if ON_GPU else 1e-5
-        _same({"query_offset": far}, {"query_offset": near}, causal, atol)
+        _same({"query_seq_lengths": np.int64([3, 2**40])}, few, backend)
+        _same_offset(jnp.int64(2**40), jnp.int32(20), backend)
         small = np.repeat(np.int64([[0, 1, 2, 0, 1]]), 4, axis=1).repeat(2, axis=0)
         ids = "query_segment_ids"
         for factor in (2**32, 2**32 + 1):
             wide = {ids: jnp.asarray(small * factor)}
-            _same(wide, {ids: small.astype(np.int32)}, options)
+            _same(wide, {ids: small.astype(np.int32)}, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,8 @@ rounded output) may cancel too: a term counts p * |dp| beside ds.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,33 +33,36 @@ OPERANDS = ("bias", "alibi_slopes", "sinks")  # arguments that have gradients
 Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
 
 
-def evaluate(arrays, cotangents, arguments, of=None) -> Results:
-    """`attention` and its gradients, in one compiled program, as float64 arrays.
-
-    Args:
-      of: names of the results wanted; None for all.
-    """
-    # Arrays are inputs: of constants XLA would compute much itself, slowly.
-    data = {
-        name: jnp.asarray(x)
-        for name, x in arguments.items()
-        if name in OPERANDS or isinstance(x, np.ndarray | jax.Array)
-    }
-    others = {name: x for name, x in arguments.items() if name not in data}
+def evaluate(arrays, cotangents, arguments) -> Results:
+    """`attention` and its gradients, in one compiled program, as float64 arrays."""
     inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
-    inputs |= {name: data.pop(name) for name in OPERANDS if name in data}
+    data, static = {}, {}
+    for name, x in arguments.items():
+        if name in OPERANDS:
+            inputs[name] = jnp.asarray(x)
+        elif isinstance(x, np.ndarray | jax.Array):
+            # An input: of constants XLA would compute much itself, slowly.
+            data[name] = jnp.asarray(x)
+        else:
+            static[name] = x
+    results = _program(frozenset(static.items()))(inputs, cotangents, data)
+    return {name: np.asarray(x, np.float64) for name, x in results.items()}
+
+
+@functools.lru_cache(maxsize=32)
+def _program(static: frozenset):
+    """Kept, so that other numbers of the same shapes are not compiled again."""
+    options = dict(static)
 
     @jax.jit
     def run(inputs, cotangents, data):
         def call(inputs):
-            return attention(**inputs, return_residual=True, **data, **others)
+            return attention(**inputs, return_residual=True, **data, **options)
 
         (out, lse), vjp = jax.vjp(call, inputs)
-        results = {"out": out, "lse": lse, **vjp(cotangents)[0]}
-        return results if of is None else {name: results[name] for name in of}
+        return {"out": out, "lse": lse, **vjp(cotangents)[0]}
 
-    results = run(inputs, cotangents, data)
-    return {name: np.asarray(x, np.float64) for name, x in results.items()}
+    return run
 
 
 def cotangents_for(case, dtype, seed: int = 1):
@@ -93,7 +98,7 @@ def exact(arrays, cotangents, arguments) -> Results:
         only_lse = (jnp.zeros_like(do), jnp.ones_like(dlse))
         arguments["bias"] = full
         results = evaluate(arrays, cotangents, arguments)
-        p = evaluate(arrays, only_lse, arguments, of=("bias",))["bias"]
+        p = evaluate(arrays, only_lse, arguments)["bias"]
         ds = results.pop("bias")
         if bias is not None:
             results["bias"] = _summed_to(ds, bias.shape)

@@ -73,7 +73,7 @@ class Named:
         axes = (*self.axes[: i + 1], inner, *self.axes[i + 1 :])
         return Named(self.value.reshape(shape), axes)
 
-    def renamed(self, old: str, new: str) -> Named:
+    def renamed(self, old: str, new: str | None) -> Named:
         return Named(self.value, tuple(new if a == old else a for a in self.axes))
 
     def to(self, axes: Sequence[str | None]) -> jax.Array:
@@ -108,6 +108,10 @@ def batch_axes(operands: Sequence[Any]) -> tuple[str, ...]:
 def is_mapped(name: str | None) -> bool:
     """Whether `jax.vmap` made the axis: each of its elements is a call of its own."""
     return name is not None and name.startswith("v")
+
+
+def _without(axes: Axes, *names: str) -> Axes:
+    return tuple(a for a in axes if a not in names)
 
 
 def summed_to(x: Named, axes: Axes) -> jax.Array:
@@ -157,32 +161,37 @@ def vmap_named(
       A function of trees of `Named` that returns a tuple of arrays.
     """
 
+    def over(names: Sequence[str], function, leaf_axes: list[Axes], outs: list[Axes]):
+        """A function of arrays mapped over `names`, outermost first."""
+        if not names:
+            return lambda *arrays: function(*map(Named, arrays, leaf_axes))
+        name, *rest = names
+        if all(name not in axes for axes in leaf_axes):
+            raise ValueError(f"no operand has the axis {name!r}")
+        inner = [[_without(axes, name) for axes in x] for x in (leaf_axes, outs)]
+        in_axes = [a.index(name) if name in a else None for a in leaf_axes]
+        out_axes = [a.index(name) for a in outs]
+        return jax.vmap(over(rest, function, *inner), tuple(in_axes), tuple(out_axes))
+
     def mapped(*trees):
         leaves, tree = jax.tree.flatten(trees)
+        # Each axis traces the function once more: one of a single element is left out.
+        single = [name for name, size in sizes(leaves).items() if size == 1]
+        single = [name for name in names if name in single]
+        for name in single:
+            leaves = [leaf.renamed(name, None) for leaf in leaves]
         leaves = [leaf.squeezed() for leaf in leaves]
-
-        def over(names: tuple[str, ...], leaf_axes: list[Axes], outs: list[Axes]):
-            """A function of arrays mapped over `names`, outermost first."""
-            if not names:
-
-                def innermost(*arrays):
-                    named = list(map(Named, arrays, leaf_axes))
-                    return function(*tree.unflatten(named))
-
-                return innermost
-            name, *rest = names
-            inner = over(
-                tuple(rest),
-                [tuple(a for a in axes if a != name) for axes in leaf_axes],
-                [tuple(a for a in axes if a != name) for axes in outs],
-            )
-            if all(name not in axes for axes in leaf_axes):
-                raise ValueError(f"no operand has the axis {name!r}")
-            in_axes = [a.index(name) if name in a else None for a in leaf_axes]
-            return jax.vmap(inner, tuple(in_axes), tuple(a.index(name) for a in outs))
-
-        axes = [leaf.axes for leaf in leaves]
-        return over(tuple(names), axes, list(out_axes))(*[x.value for x in leaves])
+        outs = [_without(axes, *single) for axes in out_axes]
+        results = over(
+            [name for name in names if name not in single],
+            lambda *leaves: function(*tree.unflatten(leaves)),
+            [leaf.axes for leaf in leaves],
+            outs,
+        )(*[leaf.value for leaf in leaves])
+        return tuple(
+            Named(x, axes).to(wanted)
+            for x, axes, wanted in zip(results, outs, out_axes, strict=True)
+        )
 
     return mapped
 
