@@ -12,6 +12,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
+import jax
+import pytest
 
 # A first example compiles; how long that takes is no one's fault. `search` is for long
 # random runs: pytest tests/test_search.py --hypothesis-profile=search
@@ -30,6 +32,13 @@ hypothesis.settings.register_profile(
     derandomize=False,
 )
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _let_go():
+    """Of what a file's tests compiled; a process for each core would fill memory."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_terminal_summary(terminalreporter):

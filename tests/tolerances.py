@@ -45,13 +45,20 @@ def evaluate(arrays, cotangents, arguments) -> Results:
             data[name] = jnp.asarray(x)
         else:
             static[name] = x
-    results = _program(frozenset(static.items()))(inputs, cotangents, data)
+    operands = inputs, cotangents, data
+    leaves, tree = jax.tree.flatten(operands)
+    kinds = tuple((x.shape, x.dtype) for x in leaves)
+    results = _program(frozenset(static.items()), (tree, kinds))(*operands)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 
-@functools.lru_cache(maxsize=32)
-def _program(static: frozenset):
-    """Kept, so that other numbers of the same shapes are not compiled again."""
+@functools.lru_cache(maxsize=16)
+def _program(static: frozenset, kinds):
+    """Kept, so that other numbers of the same shapes are not compiled again.
+
+    A program is for one kind of operands: all that is compiled is let go with it.
+    """
+    del kinds
     options = dict(static)
 
     @jax.jit
