@@ -11,7 +11,8 @@ itself has these roundings too.
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
 other gradients those with ds = p * (dp - delta), of which dp and delta (made of the
-rounded output) may cancel too: a term counts p * |dp| beside ds.
+rounded output) may cancel too: a term counts p * |dp| beside ds, or for a sink beside
+p * delta.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def vmap_named(
     def mapped(*trees):
         leaves, tree = jax.tree.flatten(trees)
         # Each axis traces the function once more: one of a single element is left out.
-        single = [name for name, size in sizes(leaves).items() if size == 1]
-        single = [name for name in names if name in single]
+        size = sizes(leaves)
+        single = [name for name in names if size.get(name) == 1]
         for name in single:
             leaves = [leaf.renamed(name, None) for leaf in leaves]
         leaves = [leaf.squeezed() for leaf in leaves]
