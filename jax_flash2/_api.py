@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash2 import _arguments, _backends, _derivatives, _sharding, _vjp
-from jax_flash2._operation import Problem, forward_outputs
+from jax_flash2 import _arguments, _backends, _derivatives, _vjp
+from jax_flash2._operation import Problem
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
 from pallas_kernels.core.score import Score
@@ -220,10 +219,8 @@ def attention(
         config=config,
         precision=precision,
     )
-    results = [x.axes for x in forward_outputs(problem, operands)]
-    attend = functools.partial(_vjp.attend, problem)
     with _derivatives.named_mode(problem.backend):
-        out, lse = _sharding.on_each_device(attend, operands, results)
+        out, lse = _vjp.attend(problem, tuple(x.value for x in operands))
     if not return_residual:
         return out
     return out, lse if shape.single else jnp.swapaxes(lse, -1, -2)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from jax_flash2 import _sharding
 from jax_flash2._operation import (
     BACKWARD,
     FORWARD,
@@ -202,7 +203,7 @@ def _transpose(kind: _Kind, rule: Callable) -> Callable:
         found = rule(problem, operands[:count], grads)
         wanted = zip(found, arrays[count:], operands[count:], strict=True)
         return [None] * count + [
-            summed_to(x, like.axes).astype(like.dtype)
+            _sharding.divided_as(summed_to(x, like.axes).astype(like.dtype), like.value)
             if ad.is_undefined_primal(array)
             else None
             for x, array, like in wanted

@@ -79,7 +79,7 @@ def flax_attention(
     if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
         bias = jnp.asarray(bias, dtype)
     if mask is not None:
-        mask = jnp.asarray(mask) != 0
+        mask = jnp.asarray(mask).astype(bool)
     return attention(
         query,
         key,

@@ -141,7 +141,7 @@ class Operation:
         mlir.register_lowering(primitive, self._lower)
 
     def __call__(self, *arrays, problem: Problem, axes: tuple[Axes, ...]) -> list:
-        sign = _sharding.needs_devices() if _sharding.divisible() else None
+        sign = _sharding.needs_devices() if _sharding.divisible(arrays) else None
         return self.primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
 
     def _implementation(self, *arrays, problem, axes, sign=None):
@@ -152,8 +152,8 @@ class Operation:
 
     def _abstract_eval(self, *avals, problem, axes, sign):
         del sign
-        structs = self.outputs(problem, list(map(Named, avals, axes)))
-        return [_sharding.like(avals[0], x.shape, x.dtype) for x in structs]
+        operands = list(map(Named, avals, axes))
+        return _sharding.types(operands, self.outputs(problem, operands))
 
     def _batch(self, arrays, dims, *, problem, axes, sign):
         used = {a for operand_axes in axes for a in operand_axes}
@@ -169,25 +169,37 @@ class Operation:
 
     def _divided(self, *arrays, problem, axes, sign):
         """What is lowered: the implementation, and how devices may divide it."""
-        if sign is None:
-            return self._implementation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
-        call = _sharding.partitioned(
-            lambda *arrays: self._implementation(*arrays, problem=problem, axes=axes),
-            lambda *arrays: self(*arrays, problem=problem, axes=axes),
-            operands,
-            self.outputs(problem, operands),
-        )
-        return call(*arrays)
+        outputs = self.outputs(problem, operands)
+        division = _sharding.explicit_division(operands)
 
-    def _lower(self, context, *operands, problem: Problem, **params):
+        def part(*arrays):
+            return self(*arrays, problem=problem, axes=axes)
+
+        def whole(*arrays):
+            return self._implementation(*arrays, problem=problem, axes=axes)
+
+        if division is not None:
+            names = axes, tuple(x.axes for x in outputs)
+            return _sharding.on_each_device(division, part, *names)(*arrays)
+        if sign is not None:
+            return _sharding.partitioned(whole, part, operands, outputs)(*arrays)
+        return whole(*arrays)
+
+    def _lower(self, context, *operands, problem: Problem, axes, sign):
         lower = mlir.lower_fun(self._divided, multiple_results=True)
-        context = context.replace(
-            avals_in=list(map(_sharding.local, context.avals_in)),
-            avals_out=list(map(_sharding.local, context.avals_out)),
-        )
-        with _backends.lowering_context(problem.backend), _sharding.one_device():
-            return lower(context, *operands, problem=problem, **params)
+        division = _sharding.explicit_division(list(map(Named, context.avals_in, axes)))
+        if division is not None:
+            scope = jax.sharding.use_abstract_mesh(division.mesh)
+        else:
+            scope = _sharding.one_device()
+            context = context.replace(
+                avals_in=list(map(_sharding.local, context.avals_in)),
+                avals_out=list(map(_sharding.local, context.avals_out)),
+            )
+        params = {"problem": problem, "axes": axes, "sign": sign}
+        with _backends.lowering_context(problem.backend), scope:
+            return lower(context, *operands, **params)
 
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_flash2 import _sharding
 from jax_flash2._chunked import spec_block
 from jax_flash2._operation import Problem, forward_outputs
 from pallas_kernels.core import flash2
@@ -38,11 +39,19 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
     any_kept = jnp.any(keep, axis=1)
     # Where nothing is kept, any finite row will do: its result is replaced.
     safe = jnp.where(any_kept[:, None], scores, 0.0)
-    lse = jax.nn.logsumexp(safe, axis=1)
+    # Not exp(scores - lse): where a bias of -1e9 masks a row, nothing is left in the
+    # log-sum-exp of the logarithm of the sum.
+    m = jnp.max(safe, axis=1)
     if spec.sink is not None:
-        lse = jnp.logaddexp(lse, spec.sink.astype(lse.dtype))
-    p = jnp.where(keep, jnp.exp(safe - lse[:, None]), 0.0)
-    p = pairs.drop(p) * spec.dropout_scale
+        m = jnp.maximum(m, spec.sink.astype(m.dtype))
+    m = lax.stop_gradient(m)
+    p = jnp.where(keep, jnp.exp(safe - m[:, None]), 0.0)
+    total = jnp.sum(p, axis=1)
+    if spec.sink is not None:
+        total = total + jnp.exp(spec.sink.astype(m.dtype) - m)
+    total = jnp.where(any_kept, total, 1.0)
+    lse = m + jnp.log(total)
+    p = pairs.drop(p / total[:, None]) * spec.dropout_scale
     o = flash2.dot(p.astype(v.dtype), values, "nn", precision)
     # So that cotangents of rows without keys, padding among them, end here.
     o = jnp.where(any_kept[:, None], o, 0.0)
@@ -50,7 +59,21 @@ def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
 
 
 def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
-    """Output (axes of query) and lse (rows last)."""
+    """Output (axes of query) and lse (rows last); on each device of its own part."""
+    operands = list(map(Named, arrays, problem.axes))
+    division = _sharding.explicit_division(operands)
+
+    def part(*arrays):
+        return _attend(problem, arrays)
+
+    if division is not None:
+        outputs = tuple(x.axes for x in forward_outputs(problem, operands))
+        part = _sharding.on_each_device(division, part, problem.axes, outputs)
+    out, lse = part(*arrays)
+    return out, lse
+
+
+def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     q, k, v, spec = problem.named(arrays)
     operands = [q, k, v, *jax.tree.leaves(spec)]
     o, lse = forward_outputs(problem, operands)

@@ -1,10 +1,11 @@
 """Attention on several devices: inside `shard_map`, on explicit and automatic meshes.
 
 Batch entries and heads are independent, so each device attends to its own. Inside
-`shard_map` the operation sees local arrays like any others. Arrays whose type carries a
-sharding (explicit meshes) enter a `shard_map` of their own. Where `jax.jit` divides a
-program by itself (automatic meshes), XLA's partitioner is told how to divide it: left
-alone it could not divide kernels, and would gather some operands of the xla backend.
+`shard_map` the operation sees local arrays like any others. Where the types of arrays
+carry a sharding (explicit meshes), the types of results follow from them, and what is
+lowered is a `shard_map`. Where `jax.jit` divides a program by itself (automatic
+meshes), XLA's partitioner is told how to divide it: left alone it could not divide
+kernels, and would gather some operands of the xla backend.
 """
 
 from __future__ import annotations
@@ -28,13 +29,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pallas_kernels.core.axes import NOT_BATCH, Axes, Named, sizes
 
 _SCALAR = [Named(np.zeros(()), ())]
-
-
-def like(aval, shape, dtype):
-    """The type of a result beside the type of an operand: local, and as varying."""
-    spec = PartitionSpec(*[None] * len(shape))
-    sharding = NamedSharding(aval.sharding.mesh, spec)
-    return aval.update(shape=shape, dtype=dtype, sharding=sharding)
 
 
 def local(aval):
@@ -112,53 +106,131 @@ class Division:
         shared = tuple(a for a in everything if a not in divided)
         return jax.lax.psum(x, shared) if shared else x
 
+    def on_one(
+        self, part: Callable, operands: Sequence[Axes], outputs: Sequence[Axes]
+    ) -> Callable:
+        """What a device computes of a call.
+
+        Args:
+          part: of a device's part of the operands; returns its part of the results.
+          operands, outputs: the axes of each.
+        """
+
+        def function(*arrays):
+            arrays = map(self.take_heads, arrays, operands)
+            results = part(*varying_alike(tuple(arrays)))
+            return list(map(self.total, results, outputs))
+
+        return function
+
 
 # Explicit meshes.
 
+_ARGUMENTS = ("query", "key", "value")
 
-def on_each_device(
-    function: Callable, operands: Sequence[Named], outputs: Sequence[Axes]
-) -> tuple:
-    """`function(arrays)`, on every device's own part where types carry shardings.
+
+def explicit_division(operands: Sequence[Named]) -> Division | None:
+    """How the types of operands, with query, key and value first, say they are divided.
+
+    None where they do not.
 
     Args:
-      function: of the arrays of `operands`; its results have the axes of `outputs`.
-      operands: query, key, value and others.
-      outputs: the axes of each result, all with every name that may be divided.
+      operands: arrays, tracers or types.
 
     Raises:
       ValueError: if an operand is sharded along rows or head sizes, or if operands are
         sharded differently along the same axis.
     """
-    arrays = tuple(x.value for x in operands)
-    along = _explicit_mesh_axes(operands)
-    if not along:
-        return function(_varying_alike(arrays))
-    division = Division(_mesh(arrays), along, sizes(operands))
+    along: dict[str, tuple[str, ...]] = {}
+    mesh = None
+    for i, x in enumerate(operands):
+        argument = _ARGUMENTS[i] if i < len(_ARGUMENTS) else "an argument"
+        sharding = _type(x.value).sharding
+        for name, axes in zip(x.axes, sharding.spec, strict=True):
+            if axes is None or name is None:
+                continue
+            mesh = sharding.mesh if mesh is None else mesh
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            if name in ("t", "s", "h", "d"):
+                kind = "rows" if name in ("t", "s") else "head size"
+                raise ValueError(
+                    f"{argument} is sharded along its {kind} (mesh axes {axes}): every "
+                    "device needs them whole; see jax.reshard"
+                )
+            name = "n" if name == "k" else name
+            if along.setdefault(name, axes) != axes:
+                where = "heads" if name == "n" else "a batch axis"
+                raise ValueError(
+                    f"{argument} is sharded along {where} by mesh axes {axes}, another "
+                    f"argument by {along[name]}"
+                )
+            for other, taken in along.items():
+                if other != name and set(taken) & set(axes):
+                    raise ValueError(
+                        f"{argument} is sharded by mesh axes {axes}, by which another "
+                        "argument is sharded along another axis"
+                    )
+    return None if mesh is None else Division(mesh, along, sizes(operands))
+
+
+def _type(x):
+    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+
+
+def types(operands: Sequence[Named], outputs: Sequence[Named]) -> list:
+    """The types of results with these shapes: as divided, and varying, as operands."""
+    first = operands[0].value
+    division = explicit_division(operands)
+
+    def sharding(axes: Axes) -> NamedSharding:
+        if division is not None:
+            return division.sharding(axes)
+        return NamedSharding(first.sharding.mesh, PartitionSpec(*[None] * len(axes)))
+
+    return [
+        first.update(shape=x.shape, dtype=x.dtype, sharding=sharding(x.axes))
+        for x in outputs
+    ]
+
+
+def on_each_device(
+    division: Division,
+    part: Callable,
+    operands: Sequence[Axes],
+    outputs: Sequence[Axes],
+) -> Callable:
+    """`Division.on_one` on every device's own part.
+
+    Args:
+      operands, outputs: the axes of each; the first output has every name that may be
+        divided.
+    """
+    shardings = list(map(division.sharding, operands))
     mesh = division.mesh
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Explicit
     }
-    shardings = [division.sharding(x.axes) for x in operands]
-    arrays = tuple(map(jax.reshard, arrays, shardings))
-
-    def part(*arrays):
-        arrays = map(division.take_heads, _varying_alike(arrays), axes)
-        return function(tuple(arrays))
-
-    axes = [x.axes for x in operands]
-    return jax.shard_map(
-        part,
+    call = jax.shard_map(
+        division.on_one(part, operands, outputs),
         mesh=mesh,
         in_specs=tuple(x.spec for x in shardings),
-        out_specs=tuple(division.sharding(x).spec for x in outputs),
+        out_specs=[division.sharding(x).spec for x in outputs],
         axis_names=explicit,
-    )(*arrays)
+    )
+    return lambda *arrays: call(*map(jax.reshard, arrays, shardings))
 
 
-def _varying_alike(arrays: tuple) -> tuple:
+def divided_as(x: jax.Array, like) -> jax.Array:
+    """x with the sharding that the type of `like` has, as a gradient must."""
+    wanted = _type(like).sharding
+    if wanted.mesh.empty or wanted == _type(x).sharding:
+        return x
+    return jax.reshard(x, wanted)
+
+
+def varying_alike(arrays: tuple) -> tuple:
     """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
 
     The transpose sums the gradient of what was shared.
@@ -173,54 +245,26 @@ def _varying_alike(arrays: tuple) -> tuple:
     )
 
 
-def _mesh(arrays):
-    """The mesh in use, or that of the arrays where none is set."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        return mesh
-    return next(m for x in arrays if not (m := x.sharding.mesh).empty)
-
-
-def _explicit_mesh_axes(operands: Sequence[Named]) -> dict[str, tuple[str, ...]]:
-    """For each name, the mesh axes that explicit types say it is divided along."""
-    found: dict[str, tuple[str, ...]] = {}
-    arguments = ("query", "key", "value")
-    for i, x in enumerate(operands):
-        argument = arguments[i] if i < len(arguments) else "an argument"
-        spec = jax.typeof(x.value).sharding.spec
-        for name, axes in zip(x.axes, spec, strict=True):
-            if axes is None or name is None:
-                continue
-            axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            if name in ("t", "s", "h", "d"):
-                kind = "rows" if name in ("t", "s") else "head size"
-                raise ValueError(
-                    f"{argument} is sharded along its {kind} (mesh axes {axes}): every "
-                    "device needs them whole; see jax.reshard"
-                )
-            name = "n" if name == "k" else name
-            if found.setdefault(name, axes) != axes:
-                where = "heads" if name == "n" else "a batch axis"
-                raise ValueError(
-                    f"{argument} is sharded along {where} by mesh axes {axes}, another "
-                    f"argument by {found[name]}"
-                )
-    return found
-
-
 # Automatic meshes.
 
 
-def divisible() -> bool:
+def divisible(arrays) -> bool:
     """Whether XLA's partitioner is told how to divide what is traced.
 
-    Not on one device, nor inside `shard_map`: where that leaves axes automatic, JAX's
-    callback cannot read how they divide an array (XLA then gathers what a kernel
-    takes). What is divisible cannot be lowered for devices that are only described
-    (`AbstractMesh`), for the partitioner calls back.
+    Not on one device, nor where types say it (explicit meshes), nor inside `shard_map`:
+    where that leaves axes automatic, JAX's callback cannot read how they divide an
+    array (XLA then gathers what a kernel takes). What is divisible cannot be lowered
+    for devices that are only described (`AbstractMesh`), for the partitioner calls
+    back.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or (mesh.size > 1 and AxisType.Manual not in mesh.axis_types)
+    meshes = [
+        jax.sharding.get_abstract_mesh(),
+        *(_type(x).sharding.mesh for x in arrays),
+    ]
+    return all(
+        mesh.empty or (mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto})
+        for mesh in meshes
+    )
 
 
 @functools.lru_cache
@@ -255,10 +299,7 @@ def partitioned(
         mesh, along = _automatic_mesh_axes(mesh, outputs[0], results[0].sharding)
         division = Division(mesh, along, size)
 
-        def on_one(*arrays):
-            results = part(*map(division.take_heads, arrays, operand_axes))
-            return list(map(division.total, results, output_axes))
-
+        on_one = division.on_one(part, operand_axes, output_axes)
         argument_shardings = tuple(map(division.sharding, operand_axes))
         result_shardings = list(map(division.sharding, output_axes))
         return mesh, on_one, result_shardings, argument_shardings

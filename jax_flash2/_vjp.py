@@ -6,7 +6,7 @@ import functools
 
 import jax
 
-from jax_flash2 import _derivatives, _operation, _reference
+from jax_flash2 import _derivatives, _operation, _reference, _sharding
 from jax_flash2._backends import REFERENCE
 from jax_flash2._operation import Problem, is_differentiable
 
@@ -24,7 +24,12 @@ def _flash_forward(problem: Problem, arrays):
 def _flash_backward(problem: Problem, saved, cotangents):
     arrays, o, lse = saved
     gradients = iter(_operation.backward(problem, arrays, o, lse, *cotangents))
-    return (tuple(next(gradients) if is_differentiable(x) else None for x in arrays),)
+    return (
+        tuple(
+            _sharding.divided_as(next(gradients), x) if is_differentiable(x) else None
+            for x in arrays
+        ),
+    )
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
@@ -37,6 +42,7 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     Jitted, so that equal calls of a program (the layers of a model) are traced and
     lowered once.
     """
+    arrays = _sharding.varying_alike(arrays)
     if problem.backend == REFERENCE:
         return _reference.attend(problem, arrays)
     if problem.backend in _derivatives.BACKENDS:
