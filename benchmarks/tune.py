@@ -31,7 +31,7 @@ from absl import flags
 import jax_flash2
 from benchmarks import harness, options, programs, records
 from benchmarks.harness import Program, Shape
-from pallas_kernels import configs
+from pallas_kernels import configs, device
 from pallas_kernels.configs import Blocks, Config
 from pallas_kernels.triton import support
 
@@ -140,10 +140,10 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     is too small to be fast is left out.
     """
     heads, size = (head_size, head_size), itemsize(regime)
-    limit = support.shared_memory_limit()
+    limit = device.shared_memory_limit()
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
-    options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": support.device_kind()}
+    options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": device.device_kind()}
     options |= {"holds": support.holds()}
     found = [configs.choose(kernel, None, kind=regime, **options)]
     rows = (16, 32, 64, 128, 256)
@@ -322,7 +322,7 @@ def write_table(path: Path, gpu: str, made: dict, chosen: dict) -> None:
 
 
 def main():
-    gpu = support.device_kind()
+    gpu = device.device_kind()
     if gpu is None:
         raise SystemExit("benchmarks.tune times kernels on a GPU: there is none here")
     begun = time.monotonic()

@@ -23,7 +23,7 @@ def attention(
     bias=None,
     mask=None,
     *,
-    scale: float | None = None,
+    scale=None,
     is_causal: bool = False,
     query_seq_lengths=None,
     key_value_seq_lengths=None,
@@ -60,11 +60,16 @@ def attention(
       value: [*B, S, K, Hv] in the dtype of query; or [S, Hv].
       bias: added to the scaled products: any float dtype, broadcasts against
         [*B, N, T, S] ([T, S] for a single head), missing axes on the left. -inf masks.
+        To mask, pass `mask` rather than large negative numbers: a row whose scores are
+        all below about -1e5 has inexact gradients, and from -1e7 on none, for the
+        float32 log-sum-exp that the backward pass works from has no digits left.
         Differentiable; its gradient is summed inside the kernels, in memory of its own
         size (one for each element of an axis that `jax.vmap` maps).
       mask: bool, True where a query may attend to a key; broadcasts against
         [*B, N, T, S] ([T, S] for a single head), missing axes on the left.
-      scale: multiplies query . key; 1 / sqrt(H) by default.
+      scale: multiplies query . key: a number, which becomes part of the program, or a
+        scalar `jax.Array`, traced or not, which is data and has a gradient (a learnt
+        temperature). 1 / sqrt(H) by default.
       is_causal: attend only to keys at or before the query's position.
       query_seq_lengths: int32 [*B], rows of query from here on are padding: their
         output is 0. Values outside [0, T] are clipped.
@@ -82,7 +87,8 @@ def attention(
       key_value_segment_ids: int32 [*B, S]; query_segment_ids by default if T == S.
       query_offset: position of query row 0 (that of key row 0 is 0): an int, an int32
         scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal,
-        local_window_size and alibi_slopes. Values beyond +-2**28 are clipped.
+        local_window_size and alibi_slopes. Other values compile nothing anew, ints
+        included. Values beyond +-2**28 are clipped.
       logits_soft_cap: c > 0: scores become c * tanh(score / c) (Gemma 2), before masks.
       alibi_slopes: float [N] or [*B, N] (a scalar for a single head), mostly >= 0:
         adds -slope * |query position - key position| (Press et al. 2021), computed in
@@ -97,8 +103,9 @@ def attention(
         alone: the same on every backend, with every block size and under vmap.
       broadcast_dropout: drop the same pairs in every batch entry and head (Flax).
       precision: of products of float32 inputs: "default" and "high" (TF32 on a GPU),
-        "highest" (true float32), or a `jax.lax.Precision`; None takes
-        `jax.default_matmul_precision`.
+        "highest" (true float32), or a `jax.lax.Precision`. A
+        `jax.lax.DotAlgorithmPreset` takes the one of these that is at least as exact, a
+        pair its more exact half. None takes `jax.default_matmul_precision`.
       implementation: "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
         any platform), "reference" (quadratic memory, for tests), or None: the first
         of "triton" and "xla" that serves the call. A name never falls back.
@@ -170,7 +177,6 @@ def attention(
     _arguments.check_implementation(implementation)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
-    scale = _arguments.check_scale(scale, query.shape[-1])
     precision = _arguments.check_precision(precision)
 
     shape = _arguments.Shape(query, key, value)
@@ -190,20 +196,21 @@ def attention(
     masks += shape.segments(query_segment_ids, key_value_segment_ids)
     if mask is not None:
         masks.append(shape.mask(mask))
+    scale, factor = shape.scale(scale)
     score = Score(
         scale,
         _arguments.check_soft_cap(logits_soft_cap),
         None if bias is None else shape.bias(bias),
         None if alibi_slopes is None else shape.slopes(alibi_slopes),
+        factor,
     )
-    offset, traced_offset = shape.offset(query_offset)
+    offset = shape.offset(query_offset)
     if window is None and not score.positional:
-        offset, traced_offset = 0, None  # nothing asks for positions
+        offset = None  # nothing asks for positions
     spec = AttentionSpec(
         score,
         tuple(masks),
         offset,
-        traced_offset,
         sink=None if sinks is None else shape.sinks(sinks),
         dropout=shape.dropout(dropout_rate, dropout_rng, broadcast_dropout),
     )
@@ -257,9 +264,12 @@ def explain(*arguments, **keywords) -> str:
 def _facts(arrays, config) -> dict:
     """What the choice of a backend depends on; arrays: query, key, value and others."""
     query, key, value, *_ = arrays
+    elements = [math.prod(x.shape) for x in arrays]
     return {
         "dtype": query.dtype,
         "head_sizes": (key.shape[-1], value.shape[-1]),
-        "elements": max(math.prod(x.shape) for x in arrays),
+        # Symbolic sizes (`jax.export`) cannot be compared.
+        "elements": max((n for n in elements if isinstance(n, int)), default=0),
+        "symbolic": not all(isinstance(n, int) for n in elements),
         "config": config,
     }

@@ -30,6 +30,7 @@ class Shape:
     def __init__(self, query, key, value):
         del value
         self.dtype = query.dtype
+        self.head_size = query.shape[-1]
         self.single = query.ndim == 2
         self.batch = query.shape[:-3]
         self.batch_axes = tuple(f"b{i}" for i in range(len(self.batch)))
@@ -172,10 +173,32 @@ class Shape:
         words = jax.random.bits(rng, (2, *shape), jnp.uint32)
         return Dropout((Named(words[0], axes), Named(words[1], axes)), threshold)
 
-    def offset(self, x) -> tuple[int, Named | None]:
-        """The static and the traced part of query_offset."""
+    def scale(self, x) -> tuple[float, Named | None]:
+        """The static part of the scale, and its factor that is data."""
+        if x is None:
+            return 1.0 / math.sqrt(self.head_size), None
+        if isinstance(x, jax.Array) and x.shape == ():
+            return 1.0, Named(self._float("scale", x), ())
+        try:
+            if isinstance(x, bool | str):
+                raise TypeError
+            x = float(x)
+        except (TypeError, ValueError) as error:
+            shape = f" of shape {np.shape(x)}" if hasattr(x, "shape") else ""
+            raise TypeError(
+                "scale must be a number or a scalar array of a float dtype, got "
+                f"{type(x).__name__}{shape}"
+            ) from error
+        if not math.isfinite(x):
+            raise ValueError(f"scale must be finite, got {x}")
+        return x, None
+
+    def offset(self, x) -> Named | None:
+        """query_offset as data, so that no value is compiled anew; None for 0."""
         if isinstance(x, int | np.integer) and not isinstance(x, bool):
-            return int(min(max(x, -_FAR), _FAR)), None
+            if x == 0:
+                return None
+            return Named(np.int32(min(max(x, -_FAR), _FAR)), ())
         if not hasattr(x, "shape"):
             raise TypeError(
                 f"query_offset must be an int or an int32 array, got {type(x).__name__}"
@@ -183,7 +206,7 @@ class Shape:
         x = jnp.asarray(x)
         shape, axes = (self.batch, self.batch_axes) if x.ndim else ((), ())
         x = self._integers("query_offset", x, shape)
-        return 0, Named(_clipped(x, -_FAR, _FAR), axes)
+        return Named(_clipped(x, -_FAR, _FAR), axes)
 
 
 def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
@@ -222,14 +245,18 @@ def _words(x: jax.Array) -> list[jax.Array]:
 def check_soft_cap(x) -> float | None:
     if x is None:
         return None
-    if isinstance(x, bool) or not isinstance(x, int | float | np.number):
+    try:
+        if isinstance(x, bool | str):
+            raise TypeError
+        x = float(x)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
             "logits_soft_cap must be a number, known when the program is compiled, got "
             f"{type(x).__name__}"
-        )
+        ) from error
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"logits_soft_cap must be finite and > 0, got {x}")
-    return float(x)
+    return x
 
 
 def check_array(name: str, x) -> None:
@@ -305,39 +332,46 @@ def check_implementation(implementation) -> None:
         )
 
 
-def check_scale(scale, head_size: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_size)
-    try:
-        if isinstance(scale, bool | str):
-            raise TypeError
-        scale = float(scale)
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
-        raise TypeError(
-            "scale must be a Python number, known when the program is compiled, got "
-            f"{type(scale).__name__}; fold a traced scale into query"
-        ) from error
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return scale
-
-
 def check_precision(precision) -> jax.lax.Precision | None:
+    """The precision of float32 products that is at least what was asked for."""
     if precision is None:
-        # As jax.numpy does; names of dot algorithms have no meaning for a kernel.
+        # As jax.numpy does.
         precision = jax.config.jax_default_matmul_precision
-        names = ("default", "fastest", "bfloat16", "high", "bfloat16_3x")
-        names = (*names, "tensorfloat32", "highest", "float32")
-        return jax.lax.Precision(precision) if precision in names else None
-    try:
-        if isinstance(precision, bool):
-            raise TypeError
-        return jax.lax.Precision(precision)
-    except (TypeError, ValueError) as error:
+        if precision is None:
+            return None
+    pair = precision if isinstance(precision, tuple | list) else (precision,)
+    found = [_precision(x) for x in pair]
+    if len(pair) not in (1, 2) or None in found:
         raise ValueError(
-            "precision must be None, 'default', 'high', 'highest' or a "
-            f"jax.lax.Precision, got {precision!r}"
-        ) from error
+            "precision must be None, 'default', 'high', 'highest', a "
+            "jax.lax.Precision, a jax.lax.DotAlgorithmPreset or a pair of these, got "
+            f"{precision!r}"
+        )
+    return max(found, key=_PRECISIONS.index)
+
+
+_PRECISIONS = (
+    jax.lax.Precision.DEFAULT,
+    jax.lax.Precision.HIGH,
+    jax.lax.Precision.HIGHEST,
+)
+
+
+def _precision(x) -> jax.lax.Precision | None:
+    """Of one operand; None if x is none."""
+    if isinstance(x, bool):
+        return None
+    try:
+        return jax.lax.Precision(x)
+    except (TypeError, ValueError):
+        pass
+    name = x.name if isinstance(x, jax.lax.DotAlgorithmPreset) else x
+    if not isinstance(name, str) or name not in jax.lax.DotAlgorithmPreset.__members__:
+        return None
+    # TF32, the default, is as exact as bfloat16 and float16; several products of
+    # those, float32 and float64 are more exact.
+    wide = name.startswith(("F32", "F64")) or name[:-1].endswith("_X")
+    return jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT
 
 
 def check_window(window: Any, is_causal: bool) -> Window | None:

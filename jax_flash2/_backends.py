@@ -1,22 +1,40 @@
 """The ordered list of backends, and why each can or cannot serve a call.
 
 A backend is a module with `unsupported(**facts)`, `forward` and `backward`, imported
-when it is first asked: a machine without a GPU never imports GPU code.
+when a call on its platform first asks for it: a machine without a GPU imports no GPU
+code. A backend that cannot be imported serves no call, and the others go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import warnings
 from types import ModuleType
 
 import jax
 
+from pallas_kernels import device
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backend:
+    """Where a backend is.
+
+    Attributes:
+      module: its name.
+      platform: on which it runs, and elsewhere interpreted; None for any.
+    """
+
+    module: str
+    platform: str | None = None
+
+
 # From the fastest on. `None` picks the first that serves a call.
 BACKENDS = {
-    "triton": "pallas_kernels.triton",
-    "xla": "jax_flash2._chunked",
+    "triton": _Backend("pallas_kernels.triton", "cuda"),
+    "xla": _Backend("jax_flash2._chunked"),
 }
 # The oracle of the tests, quadratic in memory: only by name.
 REFERENCE = "reference"
@@ -24,7 +42,7 @@ NAMES = (*BACKENDS, REFERENCE)
 
 
 def module(name: str) -> ModuleType:
-    return importlib.import_module(BACKENDS[name])
+    return importlib.import_module(BACKENDS[name].module)
 
 
 @contextlib.contextmanager
@@ -39,14 +57,30 @@ def lowering_context(name: str):
         yield
 
 
-def reasons(facts: dict) -> dict[str, str | None]:
-    """For each backend, in order, why it cannot serve the call (None: it can).
+def reason(name: str, facts: dict) -> str | None:
+    """Why a backend cannot serve the call (None: it can).
 
     Args:
       facts: dtype, head_sizes (key's and value's), elements (of the largest array),
-        config.
+        symbolic (whether a size is), config.
     """
-    return {name: module(name).unsupported(**facts) for name in BACKENDS}
+    config, needed = facts["config"], BACKENDS[name].platform
+    interpret = config is not None and config.interpret
+    if needed is not None and not interpret and (here := device.platform()) != needed:
+        return (
+            f"its kernels run on NVIDIA GPUs and this is {here!r} "
+            "(config=Config(interpret=True) runs them slowly on any platform)"
+        )
+    try:
+        backend = module(name)
+    except ImportError as error:
+        return f"it cannot be imported: {error}"
+    return backend.unsupported(**facts)
+
+
+def reasons(facts: dict) -> dict[str, str | None]:
+    """For each backend, in order, why it cannot serve the call."""
+    return {name: reason(name, facts) for name in BACKENDS}
 
 
 def choose(implementation: str | None, facts: dict) -> str:
@@ -57,10 +91,11 @@ def choose(implementation: str | None, facts: dict) -> str:
     """
     chosen = _choice(implementation, facts)
     best = next(iter(BACKENDS))
-    if implementation is None and chosen != best and _has_gpu():
+    on_its_platform = device.platform() == BACKENDS[best].platform
+    if implementation is None and chosen != best and on_its_platform:
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than {best!r} would be "
-            f"on this GPU: {reasons(facts)[best]}",
+            f"on this GPU: {reason(best, facts)}",
             stacklevel=3,
         )
     return chosen
@@ -70,22 +105,16 @@ def _choice(implementation: str | None, facts: dict) -> str:
     if implementation == REFERENCE:
         return REFERENCE
     if implementation is not None:
-        reason = module(implementation).unsupported(**facts)
-        if reason is not None:
-            raise ValueError(f"implementation={implementation!r}: {reason}")
+        why_not = reason(implementation, facts)
+        if why_not is not None:
+            raise ValueError(f"implementation={implementation!r}: {why_not}")
         return implementation
     why = reasons(facts)
-    chosen = next((name for name, reason in why.items() if reason is None), None)
+    chosen = next((name for name, why_not in why.items() if why_not is None), None)
     if chosen is None:
-        lines = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+        lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
         raise ValueError(f"no implementation serves this call: {lines}")
     return chosen
-
-
-def _has_gpu() -> bool:
-    from pallas_kernels.triton import support
-
-    return support.platform() == "cuda"
 
 
 def explain(implementation: str | None, facts: dict) -> str:
@@ -95,7 +124,7 @@ def explain(implementation: str | None, facts: dict) -> str:
         lines.append(f"implementation: {_choice(implementation, facts)}")
     except ValueError as error:
         lines.append(f"error: {error}")
-    for name, reason in reasons(facts).items():
-        lines.append(f"  {name}: {'can serve this call' if reason is None else reason}")
+    for name, why_not in reasons(facts).items():
+        lines.append(f"  {name}: {why_not or 'can serve this call'}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
     return "\n".join(lines)

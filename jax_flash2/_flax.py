@@ -22,6 +22,8 @@ def flax_attention(
     module=None,
     force_fp32_for_softmax: bool = False,
     is_causal: bool = False,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
     **arguments,
 ):
     """`attention` with the signature of Flax's `dot_product_attention`.
@@ -44,6 +46,8 @@ def flax_attention(
       module: must be None: attention weights cannot be sown, for they are never made.
       force_fp32_for_softmax: the softmax is in float32 either way.
       is_causal: attend only to keys at or before the query's position.
+      qk_attn_weights_einsum, attn_weights_value_einsum: must be None: the products are
+        the kernels' own.
       **arguments: more arguments of `attention`, as by `functools.partial`.
 
     Returns:
@@ -51,7 +55,7 @@ def flax_attention(
       this gives 0.
 
     Raises:
-      TypeError, ValueError: as `attention`; and for a `module`.
+      TypeError, ValueError: as `attention`; and for a `module` or an einsum.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,10 +74,19 @@ def flax_attention(
     del force_fp32_for_softmax
     if module is not None:
         raise ValueError(
-            "module came, to sow attention weights in (sow_weights=True), and must be "
-            "None: jax_flash2 never makes the weights; use Flax's own attention_fn to "
-            "look at them"
+            "sow_weights=True is not supported (module must be None): jax_flash2 never "
+            "makes the weights; use Flax's own attention_fn to inspect them"
         )
+    einsums = {
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise ValueError(
+                f"{name} must be None, got {einsum!r}: jax_flash2 computes the "
+                "products in its kernels; use Flax's own attention_fn to replace them"
+            )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):

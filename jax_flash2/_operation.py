@@ -190,7 +190,7 @@ class Operation:
         lower = mlir.lower_fun(self._divided, multiple_results=True)
         division = _sharding.explicit_division(list(map(Named, context.avals_in, axes)))
         if division is not None:
-            scope = jax.sharding.use_abstract_mesh(division.mesh)
+            scope = _sharding.on_mesh(division)
         else:
             scope = _sharding.one_device()
             context = context.replace(

@@ -13,49 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash2 import _sharding
-from jax_flash2._chunked import spec_block
 from jax_flash2._operation import Problem, forward_outputs
-from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Heads, Named, batch_axes, sizes, vmap_named
+from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
-from pallas_kernels.core.spec import AttentionSpec
-
-
-def _head(q: Named, k: Named, v: Named, spec: AttentionSpec, precision):
-    """One head: q [T, H], k [S, H], v [S, Hv] -> o [T, Hv], lse [T]."""
-    t, s = q.shape[0], k.shape[0]
-    spec = spec_block(spec, ("t", "s"))
-    pairs = Pairs(spec, {"t": (0, t), "s": (0, s)}, precision=precision)
-
-    def existing(x: Named, limit) -> jax.Array:
-        """Padding replaced by zeros: no NaN there may meet a product."""
-        rows = (jnp.arange(x.shape[0]) < limit)[:, None]
-        return jnp.where(rows, x.value, jnp.zeros_like(x.value))
-
-    queries = existing(q, spec.q_limit(t))
-    keys, values = (existing(x, spec.kv_limit(s)) for x in (k, v))
-    scores = pairs.scores(queries, keys).value
-    keep = scores > -jnp.inf
-    any_kept = jnp.any(keep, axis=1)
-    # Where nothing is kept, any finite row will do: its result is replaced.
-    safe = jnp.where(any_kept[:, None], scores, 0.0)
-    # Not exp(scores - lse): where a bias of -1e9 masks a row, nothing is left in the
-    # log-sum-exp of the logarithm of the sum.
-    m = jnp.max(safe, axis=1)
-    if spec.sink is not None:
-        m = jnp.maximum(m, spec.sink.astype(m.dtype))
-    m = lax.stop_gradient(m)
-    p = jnp.where(keep, jnp.exp(safe - m[:, None]), 0.0)
-    total = jnp.sum(p, axis=1)
-    if spec.sink is not None:
-        total = total + jnp.exp(spec.sink.astype(m.dtype) - m)
-    total = jnp.where(any_kept, total, 1.0)
-    lse = m + jnp.log(total)
-    p = pairs.drop(p / total[:, None]) * spec.dropout_scale
-    o = flash2.dot(p.astype(v.dtype), values, "nn", precision)
-    # So that cotangents of rows without keys, padding among them, end here.
-    o = jnp.where(any_kept[:, None], o, 0.0)
-    return o.astype(v.dtype), jnp.where(any_kept, lse, -jnp.inf)
 
 
 def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
@@ -76,19 +36,55 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
 def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     q, k, v, spec = problem.named(arrays)
     operands = [q, k, v, *jax.tree.leaves(spec)]
-    o, lse = forward_outputs(problem, operands)
+    outputs = o, lse = forward_outputs(problem, operands)
     size = sizes(operands)
     if 0 in size.values():
         return jnp.zeros(o.shape, o.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
-    precision = problem.precision or lax.Precision.DEFAULT
-    heads = Heads.of(size)
-    trees = jax.tree.map(heads.split, (q, k, v, spec))
-    outs = [heads.split_axes(x.axes) for x in (o, lse)]
+    heads, precision = Heads.of(size), problem.precision or lax.Precision.DEFAULT
+    lead = (*batch_axes(operands), *heads.names)
+    rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
+    q, k, v = (heads.split(x).squeezed() for x in (q, k, v))
+    sink = None if spec.sink is None else heads.split(spec.sink).to(rows)
+    spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
+    ends = {"t": (0, size["t"]), "s": (0, size["s"])}
+    pairs = Pairs(spec, ends, precision=precision)
 
-    def head(q, k, v, spec):
-        return _head(q, k, v, spec, precision)
+    def existing(x: Named, row: str, limit) -> Named:
+        """Padding replaced by zeros: no NaN there may meet a product."""
+        if isinstance(limit, int):
+            return x
+        axes = (*lead, row, *(a for a in ("h", "d") if a in x.axes))
+        inside = jnp.arange(size[row]) < limit[..., 0]
+        value = jnp.where(inside[..., None], x.to(axes), jnp.zeros((), x.dtype))
+        return Named.broadcast(value, axes)
 
-    names = (*batch_axes(operands), *heads.names)
-    results = vmap_named(head, names, outs)(*trees)
-    out, log_sum_exp = map(heads.merge, results, (o.axes, lse.axes))
+    q = existing(q, "t", spec.q_limit(size["t"]))
+    k, v = (existing(x, "s", spec.kv_limit(size["s"])) for x in (k, v))
+    qk = contract(q, k, pair_axes, precision)
+    scores = pairs.scores_of(qk, q.dtype).value
+    keep = scores > -jnp.inf
+    any_kept = jnp.any(keep, axis=-1)
+    # Where nothing is kept, any finite row will do: its result is replaced.
+    safe = jnp.where(any_kept[..., None], scores, 0.0)
+    # Not exp(scores - lse): where a bias of -1e9 masks a row, nothing is left in the
+    # log-sum-exp of the logarithm of the sum.
+    m = jnp.max(safe, axis=-1)
+    if sink is not None:
+        m = jnp.maximum(m, sink.astype(m.dtype))
+    m = lax.stop_gradient(m)
+    p = jnp.where(keep, jnp.exp(safe - m[..., None]), 0.0)
+    total = jnp.sum(p, axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink.astype(m.dtype) - m)
+    total = jnp.where(any_kept, total, 1.0)
+    log_sum_exp = jnp.where(any_kept, m + jnp.log(total), -jnp.inf)
+    p = pairs.drop(p / total[..., None]) * spec.dropout_scale
+    out = contract(Named(p.astype(v.dtype), pair_axes), v, columns, precision)
+    # So that cotangents of rows without keys, padding among them, end here.
+    out = jnp.where(any_kept[..., None], out, 0.0)
+    found = Named(out, columns), Named(log_sum_exp, rows)
+    out, log_sum_exp = (
+        jnp.broadcast_to(heads.merge(x).to(like.axes), like.shape).astype(like.dtype)
+        for x, like in zip(found, outputs, strict=True)
+    )
     return out, log_sum_exp

@@ -42,12 +42,18 @@ def one_device():
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
+def on_mesh(division: Division):
+    """The context in which `on_each_device` of an explicit division is traced."""
+    assert isinstance(division.mesh, AbstractMesh)
+    return jax.sharding.use_abstract_mesh(division.mesh)
+
+
 @dataclasses.dataclass(frozen=True)
 class Division:
     """Which mesh axes divide each named axis of a call.
 
     Attributes:
-      mesh: of the devices.
+      mesh: of the devices; what types say (`explicit_division`) is abstract.
       along: for names of batch and query heads, the mesh axes, outermost first.
       size: of every name, on all devices together.
     """

@@ -292,6 +292,36 @@ masked by `mask`, nnx also by `is_causal`; other arguments are bound beforehand.
     >>> layer(inputs, is_causal=True, deterministic=True).shape
     (2, 32, 64)
 
+Flax with rotary positions
+--------------------------
+An `attention_fn` may turn query and key first. While nnx decodes with a cache, it hands
+over one query and all keys, so pass the queries' positions to turn them by.
+(`nnx.RoPE` of Flax 0.12.12 has the tables ready.)
+
+    >>> from flax import nnx
+    >>> from jax_flash2 import flax_attention
+    >>> def rotated(x, positions):  # [batch, rows, heads, head size]
+    ...     half = x.shape[-1] // 2
+    ...     frequencies = 10_000 ** -(jnp.arange(half) / half)
+    ...     angles = positions[:, None, None] * frequencies
+    ...     a, b = x[..., :half], x[..., half:]
+    ...     sin, cos = jnp.sin(angles), jnp.cos(angles)
+    ...     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    ...     return turned.astype(x.dtype)
+    >>> def rotary_attention(query, key, value, **arguments):
+    ...     query = rotated(query, jnp.arange(query.shape[1]))
+    ...     key = rotated(key, jnp.arange(key.shape[1]))
+    ...     return flax_attention(query, key, value, **arguments)
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4,
+    ...     in_features=64,
+    ...     decode=False,
+    ...     attention_fn=rotary_attention,
+    ...     rngs=nnx.Rngs(0),
+    ... )
+    >>> layer(jnp.ones((2, 32, 64)), is_causal=True).shape
+    (2, 32, 64)
+
 A transformer block in plain functions
 --------------------------------------
 Parameters in a dictionary, the layers stacked and scanned.

@@ -13,21 +13,6 @@ import functools
 import json
 from pathlib import Path
 
-# Shared memory that one block may use, in bytes, by compute capability (CUDA C++
-# Programming Guide, technical specifications per compute capability).
-SHARED_MEMORY = {
-    75: 64 << 10,
-    80: 163 << 10,
-    86: 99 << 10,
-    87: 163 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    103: 227 << 10,
-    120: 99 << 10,
-    121: 99 << 10,
-}
-SMALLEST_SHARED_MEMORY = 99 << 10
 _REGISTER_BOUNDS = range(24, 256, 8)
 
 

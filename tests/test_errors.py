@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, attention, explain
-from pallas_kernels.triton import support
+from pallas_kernels import device
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
 from tests.wrong_calls import GOOD, WRONG
@@ -37,7 +37,6 @@ def test_wrong_call(name, jit):
 @pytest.mark.parametrize(
     ("name", "number", "words"),
     [
-        ("scale", jnp.float32(1), "number, known when the program is compiled"),
         ("logits_soft_cap", jnp.float32(1), "number, known when the program is"),
         ("dropout_rate", jnp.float32(0.1), "number, known when the program is"),
         ("local_window_size", jnp.int32(1), "Python ints or None"),
@@ -133,7 +132,7 @@ def test_slower_choice_is_said_once():
 
 def test_gpus_too_old_are_refused(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 4, 1, 64), jnp.float32)
-    monkeypatch.setattr(support, "capability", lambda: 75)
+    monkeypatch.setattr(device, "capability", lambda: 75)
     call = functools.partial(attention, implementation="triton")
     with pytest.raises(ValueError, match=r"compute capability 7\.5 is below 8\.0"):
         lower_for_gpu(call, x, x, x)

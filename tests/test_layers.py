@@ -11,9 +11,11 @@ RUNTIME = {"jax", "jaxlib", "numpy"}
 LAYERS = {
     "pallas_kernels/core": {"pallas_kernels.core"},
     "pallas_kernels/configs.py": set(),
+    "pallas_kernels/device.py": set(),
     "pallas_kernels/triton": {
         "pallas_kernels",  # `from pallas_kernels import configs`
         "pallas_kernels.configs",
+        "pallas_kernels.device",
         "pallas_kernels.core",
         "pallas_kernels.triton",
     },

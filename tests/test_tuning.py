@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks import tune
 from jax_flash2 import attention
-from pallas_kernels import configs
+from pallas_kernels import configs, device
 from pallas_kernels.configs import Blocks
-from pallas_kernels.triton import support
 from tests.lowering import lower_for_gpu
 
 H200 = "NVIDIA H200"
@@ -147,7 +146,7 @@ def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
 
 @pytest.mark.parametrize("regime", configs.REGIMES)
 def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
-    monkeypatch.setattr(support, "device_kind", lambda: H200)
+    monkeypatch.setattr(device, "device_kind", lambda: H200)
     for head in (64, 128, 256):
         for kernel in tune.kernels(regime, head):
             first, *others = tune.candidates(kernel, head, regime)

@@ -287,12 +287,12 @@ WRONG = {
         ["query_offset", "int32", "float32"],
     ),
     "precision": ({"precision": "perfect"}, VALUE, ["precision", "perfect"]),
-    "precision_int": ({"precision": 3}, VALUE, ["precision", "highest", "got 3"]),
     "precision_pair": (
-        {"precision": ("high", "high")},
+        {"precision": ("high", "some")},
         VALUE,
-        ["precision", "('high', 'high')"],
+        ["precision", "('high', 'some')"],
     ),
+    "precision_triple": ({"precision": ("high",) * 3}, VALUE, ["precision", "pair"]),
     "implementation": (
         {"implementation": "cuda"},
         VALUE,

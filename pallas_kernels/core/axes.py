@@ -21,7 +21,7 @@ broadcast too. So a bias, a mask and an unmapped key need no special case, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,12 @@ class Named:
         kept = tuple(name for name in self.axes if name is not None)
         return Named(jnp.squeeze(self.value, lost), kept)
 
+    @classmethod
+    def broadcast(cls, value: jax.Array, axes: Axes) -> Named:
+        """An array of which axes of size 1 may stand for larger ones."""
+        sizes = zip(axes, value.shape, strict=True)
+        return cls(value, tuple(a if n > 1 else None for a, n in sizes)).squeezed()
+
     def split(self, name: str, inner: str, inner_size: int) -> Named:
         """Splits axis `name` in two: (`name`, `inner`), inner fastest."""
         if name not in self.axes:
@@ -75,6 +81,16 @@ class Named:
 
     def renamed(self, old: str, new: str | None) -> Named:
         return Named(self.value, tuple(new if a == old else a for a in self.axes))
+
+    def summed(self, names: Sequence[str | None]) -> Named:
+        """The sum over these axes."""
+        lost = tuple(i for i, name in enumerate(self.axes) if name in names)
+        kept = tuple(name for name in self.axes if name not in names)
+        return Named(jnp.sum(self.value, lost), kept) if lost else self
+
+    def ordered(self, axes: Axes) -> Named:
+        """The same with its axes in another order."""
+        return Named(self.to(axes), axes)
 
     def to(self, axes: Sequence[str | None]) -> jax.Array:
         """The array with axes in the order of `axes`, of size 1 where it lacks one."""
@@ -117,9 +133,7 @@ def _without(axes: Axes, *names: str) -> Axes:
 def summed_to(x: Named, axes: Axes) -> jax.Array:
     """The sum over the axes of `x` that `axes` lacks, as an array with `axes`."""
     x = x.squeezed()
-    lost = tuple(i for i, name in enumerate(x.axes) if name not in axes)
-    kept = tuple(name for name in x.axes if name in axes)
-    return Named(jnp.sum(x.value, lost) if lost else x.value, kept).to(axes)
+    return x.summed([name for name in x.axes if name not in axes]).to(axes)
 
 
 def operand_sum(
@@ -145,55 +159,38 @@ def operand_sum(
     return rows, tuple(looped)
 
 
-def vmap_named(
-    function: Callable, names: Sequence[str], out_axes: Sequence[Axes]
-) -> Callable:
-    """Maps `function(*trees of Named)` over `names`, wherever those axes lie.
+def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
+    """The products of a and b, summed over the axes that `axes` lacks.
 
     Args:
-      function: takes trees whose leaves are `Named` without the mapped names and
-        without broadcast axes; returns a tuple of arrays whose axes are those of
-        `out_axes` without the mapped names, in the same order.
-      names: the axes to map over; an operand without one is shared, not repeated.
-      out_axes: the axes of each result.
+      a, b: without broadcast axes.
+      axes: of the result, of size 1 where neither has one.
+      precision: of the product where inputs are float32.
 
     Returns:
-      A function of trees of `Named` that returns a tuple of arrays.
+      An array of float32, or wider.
     """
+    a, b = (
+        x.summed([name for name in x.axes if name not in (*other.axes, *axes)])
+        for x, other in ((a, b), (b, a))
+    )
+    shared = [name for name in a.axes if name in b.axes]
+    batch = [name for name in shared if name in axes]
+    summed = [name for name in shared if name not in axes]
 
-    def over(names: Sequence[str], function, leaf_axes: list[Axes], outs: list[Axes]):
-        """A function of arrays mapped over `names`, outermost first."""
-        if not names:
-            return lambda *arrays: function(*map(Named, arrays, leaf_axes))
-        name, *rest = names
-        if all(name not in axes for axes in leaf_axes):
-            raise ValueError(f"no operand has the axis {name!r}")
-        inner = [[_without(axes, name) for axes in x] for x in (leaf_axes, outs)]
-        in_axes = [a.index(name) if name in a else None for a in leaf_axes]
-        out_axes = [a.index(name) for a in outs]
-        return jax.vmap(over(rest, function, *inner), tuple(in_axes), tuple(out_axes))
+    def places(x: Named, names):
+        return [x.axes.index(name) for name in names]
 
-    def mapped(*trees):
-        leaves, tree = jax.tree.flatten(trees)
-        # Each axis traces the function once more: one of a single element is left out.
-        size = sizes(leaves)
-        single = [name for name in names if size.get(name) == 1]
-        for name in single:
-            leaves = [leaf.renamed(name, None) for leaf in leaves]
-        leaves = [leaf.squeezed() for leaf in leaves]
-        outs = [_without(axes, *single) for axes in out_axes]
-        results = over(
-            [name for name in names if name not in single],
-            lambda *leaves: function(*tree.unflatten(leaves)),
-            [leaf.axes for leaf in leaves],
-            outs,
-        )(*[leaf.value for leaf in leaves])
-        return tuple(
-            Named(x, axes).to(wanted)
-            for x, axes, wanted in zip(results, outs, out_axes, strict=True)
-        )
-
-    return mapped
+    contracting = places(a, summed), places(b, summed)
+    value = jax.lax.dot_general(
+        a.value,
+        b.value,
+        (contracting, (places(a, batch), places(b, batch))),
+        precision=precision,
+        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
+    )
+    free = (name for x in (a, b) for name in x.axes if name not in shared)
+    return Named(value, (*batch, *free)).to(axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +213,11 @@ class Heads:
         split = (("k", "g") if a == "n" else (a,) for a in axes)
         return tuple(a for pair in split for a in pair)
 
-    def merge(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """The inverse of `split` on an array with `split_axes(axes)`."""
-        if "n" not in axes:
+    def merge(self, x: Named) -> Named:
+        """The inverse of `split`, where `k` and `g` are neighbours."""
+        if "g" not in x.axes:
             return x
-        i = axes.index("n")
-        return x.reshape(*x.shape[:i], x.shape[i] * x.shape[i + 1], *x.shape[i + 2 :])
+        i = x.axes.index("g")
+        shape = (*x.shape[: i - 1], -1, *x.shape[i + 1 :])
+        axes = (*x.axes[: i - 1], "n", *x.axes[i + 1 :])
+        return Named(x.value.reshape(shape), axes)

@@ -34,7 +34,8 @@ class Dropout:
     """Drops each probability with a chance of `rate`, a multiple of 2**-16.
 
     Attributes:
-      seed: two uint32 for each batch entry and head.
+      seed: two uint32 for each batch entry and head; as blocks, scalars or arrays that
+        broadcast against pairs.
       threshold: 16-bit numbers below it are kept (static).
     """
 
@@ -75,16 +76,24 @@ class Dropout:
             index = (first + lax.iota(jnp.int32, size // 2)).astype(jnp.uint32)
             pairs[name] = jnp.expand_dims(index, 1 - axis)
         shape = tuple(rows[name][1] // 2 for name in order)
-        key, tweak = (x.astype(jnp.uint32) for x in self.seed)
-        words = _philox(pairs["s"], pairs["t"] ^ tweak, key, shape, arithmetic)
-        # A word belongs to query rows r or r + 8, its halves to key rows r and r + 8.
-        if order[0] == "t":
-            bits = _halves(_joined(*words))
-        else:
-            bits = _joined(*map(_halves, words))
-        groups = tuple(x for n in shape for x in (n // 8, 8))
-        bits = jnp.transpose(bits.reshape(*groups, 2, 2), (0, 4, 1, 2, 5, 3))
-        return bits.reshape(tuple(2 * n for n in shape))
+
+        def of_seed(key, tweak):
+            words = _philox(pairs["s"], pairs["t"] ^ tweak, key, shape, arithmetic)
+            # A word belongs to query rows r or r + 8, its halves to key rows r, r + 8.
+            if order[0] == "t":
+                bits = _halves(_joined(*words))
+            else:
+                bits = _joined(*map(_halves, words))
+            groups = tuple(x for n in shape for x in (n // 8, 8))
+            bits = jnp.transpose(bits.reshape(*groups, 2, 2), (0, 4, 1, 2, 5, 3))
+            return bits.reshape(tuple(2 * n for n in shape))
+
+        seed = [x.astype(jnp.uint32) for x in self.seed]
+        if seed[0].ndim == 0:
+            return of_seed(*seed)
+        lead = seed[0].shape[:-2]
+        bits = jax.vmap(of_seed)(*(x.reshape(-1) for x in seed))
+        return bits.reshape(*lead, *bits.shape[1:])
 
 
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -24,13 +24,13 @@ output is used. Dropout multiplies p where it meets v, and dp, by 0 or a constan
 Inside, exponents are of base 2: exp(s) = exp2(log2(e) * s), one multiplication that
 folds into the scale. A block of scores arrives as `Scores` (`core.score`). Everything
 here works on blocks in either orientation: [queries, keys], or [keys, queries] with row
-statistics laid out to match.
+statistics laid out to match. Axes of batch and heads may stand before them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -65,16 +65,19 @@ class State(NamedTuple):
     acc: jax.Array  # [rows, value head size]
 
 
-def init(rows: int, head_size: int, parts: int = 1, dtype=jnp.float32) -> State:
+def init(
+    rows: Sequence[int], head_size: int, parts: int = 1, dtype=jnp.float32
+) -> State:
     """The state before any key has been seen.
 
     Args:
+      rows: number of rows, after the sizes of any axes before them.
       parts: of a row's sum, a divisor of the number of keys in a block. A part is the
         sum of every `parts`th key: where that is how keys are dealt to the lanes of a
         warp, no lane waits for another before the sum is wanted.
     """
-    m = jnp.full((rows,), -jnp.inf, dtype)
-    l, acc = (jnp.zeros((rows, size), dtype) for size in (parts, head_size))
+    m = jnp.full((*rows,), -jnp.inf, dtype)
+    l, acc = (jnp.zeros((*rows, size), dtype) for size in (parts, head_size))
     return State(m, l, acc)
 
 
@@ -95,8 +98,8 @@ def step(
     m, l, acc = state
     x, unit, row = scores
     scale = unit * LOG2_E
-    largest = jnp.max(x, axis=1)
-    here = (largest if row is None else largest - row[:, 0]) * scale
+    largest = jnp.max(x, axis=-1)
+    here = (largest if row is None else largest - row[..., 0]) * scale
     # A bias of the lowest number stands for a mask; the product must not become -inf.
     lowest = jnp.finfo(here.dtype).min
     here = jnp.where(largest == -jnp.inf, largest, jnp.maximum(here, lowest))
@@ -104,8 +107,8 @@ def step(
     alpha = arithmetic.exp2(m, 1.0, _finite(top))
     # From the block's own maximum first: that is exactly 0 there, however large it is.
     shift = _finite(top) - _finite(here)
-    p = arithmetic.exp2(x - _finite(largest)[:, None], scale, shift[:, None])
-    alpha = alpha[:, None]
+    p = arithmetic.exp2(x - _finite(largest)[..., None], scale, shift[..., None])
+    alpha = alpha[..., None]
     return _add(State(top, l * alpha, acc * alpha), p, product)
 
 
@@ -120,14 +123,14 @@ def accumulate(
     As exact where `in_range` holds after the last block. No step may follow: it would
     not know that an m of -inf stood for 0.
     """
-    p = probabilities(scores, _finite(state.m)[:, None], arithmetic)
+    p = probabilities(scores, _finite(state.m)[..., None], arithmetic)
     return _add(state, p, product)
 
 
 def _add(state: State, p: jax.Array, product: Callable) -> State:
     m, l, acc = state
-    rows, parts = l.shape
-    sums = jnp.sum(p.reshape(rows, -1, parts), axis=1)
+    *rows, parts = l.shape
+    sums = jnp.sum(p.reshape(*rows, -1, parts), axis=-2)
     return State(m, l + sums, acc + product(p))
 
 
@@ -143,7 +146,7 @@ def in_range(state: State, dtype) -> jax.Array:
     narrow = largest < 2.0**30
     m = jnp.abs(state.m if narrow else _finite(state.m))
     limit = largest / 2 if narrow else 2.0**30
-    l = jnp.sum(state.l, axis=1)
+    l = jnp.sum(state.l, axis=-1)
     return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
 
 
@@ -162,7 +165,7 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
       sink: a logit that joins every row's softmax, without a value; or None.
     """
     m, l, acc = state
-    m, l = _finite(m), jnp.sum(l, axis=1)
+    m, l = _finite(m), jnp.sum(l, axis=-1)
     empty = l == 0.0
     if sink is not None:
         sink = sink.astype(m.dtype) * LOG2_E
@@ -170,10 +173,10 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
         shift = jnp.where(empty, 0.0, joint)
         alpha = jnp.exp2(m - shift)
         l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
-        m, acc = jnp.where(empty, m, joint), acc * alpha[:, None]
+        m, acc = jnp.where(empty, m, joint), acc * alpha[..., None]
     l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
     lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-    return acc * (1.0 / l)[:, None], lse
+    return acc * (1.0 / l)[..., None], lse
 
 
 def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from jax import lax
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
-from pallas_kernels.core.axes import Axes
 from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.flash2 import Scores
 from pallas_kernels.core.score import Place
@@ -68,7 +67,7 @@ class Pairs:
         }
         bits = dropout.bits(groups, self.order, self.arithmetic)
         shape = tuple(self.rows[name][1] for name in self.order)
-        return bits if bits.shape == shape else bits[: shape[0], : shape[1]]
+        return bits if bits.shape[-2:] == shape else bits[..., : shape[0], : shape[1]]
 
     def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
         """The products of rows [query rows, h] and [key rows, h], pair by pair."""
@@ -78,11 +77,15 @@ class Pairs:
         return flash2.dot(first, second, "nt", self.precision)
 
     def scores(self, q: jax.Array, k: jax.Array) -> Scores:
+        return self.scores_of(self.product(q, k), q.dtype)
+
+    def scores_of(self, qk: jax.Array, dtype) -> Scores:
+        """Scores of the products of queries and keys in `dtype`."""
         score, tanh = self.spec.score, self.arithmetic.tanh
         # The two parts of a distance may be larger than it and round more: not far from
         # the diagonal, and not beside elements of two bytes.
-        apart = not self.masked and q.dtype.itemsize == 2
-        scores = score.apply(self.product(q, k), self._place, tanh, apart=apart)
+        apart = not self.masked and jnp.dtype(dtype).itemsize == 2
+        scores = score.apply(qk, self._place, tanh, apart=apart)
         keep = None
         if self.masked:
             keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
@@ -113,14 +116,12 @@ class Pairs:
         ds = flash2.score_gradient(p, dp, delta)
         return self.spec.score.gradient(ds, scores.x, self.masked)
 
-    def operand_gradient(self, name: str, dz: jax.Array, rows: Axes) -> jax.Array:
-        """What the block adds to the gradient of a field of the score.
+    def operand_gradient(self, name: str, dz: jax.Array, qk: jax.Array) -> jax.Array:
+        """What each pair adds to the gradient of a field of the score.
 
         Args:
           name: of the field.
           dz: of `score_gradient`.
-          rows: which of `t` and `s` the result has; the sum over the other is taken.
+          qk: products of queries and keys.
         """
-        full = getattr(self.spec.score.operand_gradients(dz, self._place), name)
-        lost = tuple(i for i, axis in enumerate(self.order) if axis not in rows)
-        return jnp.sum(full, axis=lost) if lost else full
+        return getattr(self.spec.score.operand_gradients(dz, qk, self._place), name)

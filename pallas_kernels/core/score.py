@@ -1,6 +1,6 @@
 """The score of a (query, key) pair, and its gradient, side by side.
 
-    z = scale * q.k + bias - slope * |query position - key position|
+    z = scale * factor * q.k + bias - slope * |query position - key position|
     s = soft_cap * tanh(z / soft_cap), or z without a soft cap
 
 Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSpec`).
@@ -47,17 +47,19 @@ class Score:
       soft_cap: largest size of a score, > 0, or None (static).
       bias: added to the product, any broadcast over batch, heads, queries and keys.
       slopes: ALiBi's, one for each head.
+      factor: of the product, a scalar, where the scale is data; or None.
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     bias: Any = None
     slopes: Any = None
+    factor: Any = None
 
     @property
     def operands(self) -> dict[str, Any]:
-        """The fields that have gradients."""
-        fields = {"bias": self.bias, "slopes": self.slopes}
+        """The fields that have gradients, in the order of the tree's leaves."""
+        fields = {"bias": self.bias, "slopes": self.slopes, "factor": self.factor}
         return {name: x for name, x in fields.items() if x is not None}
 
     @property
@@ -83,6 +85,8 @@ class Score:
             that of the queries once for a row.
         """
         unit = 1.0
+        if self.factor is not None:
+            qk = qk * self.factor.astype(qk.dtype)
         if self.bias is None and self.scale > _TINY:  # whose inverse may be infinite
             unit = self.scale
         x = qk if unit == self.scale else qk * self.scale
@@ -114,12 +118,15 @@ class Score:
         return ds * (1.0 - x * x)
 
     @property
-    def gradient_unit(self) -> float:
+    def gradient_unit(self):
         """Gradient of q.k over that of z."""
-        return self.scale
+        return self.scale if self.factor is None else self.scale * self.factor
 
-    def operand_gradients(self, dz: jax.Array, place: Place | None) -> Score:
+    def operand_gradients(
+        self, dz: jax.Array, qk: jax.Array, place: Place | None
+    ) -> Score:
         """What a block of gradients of z adds to those of the fields, pair by pair."""
         bias = None if self.bias is None else dz
         slopes = None if place is None else -dz * place.distance
-        return dataclasses.replace(self, bias=bias, slopes=slopes)
+        factor = None if self.factor is None else dz * qk * self.scale
+        return dataclasses.replace(self, bias=bias, slopes=slopes, factor=factor)

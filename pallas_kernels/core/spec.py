@@ -29,8 +29,8 @@ class AttentionSpec:
     Attributes:
       score: how q.k becomes a score.
       masks: the mask atoms; a pair is kept when all keep it.
-      offset: position of query row 0 (static part); key row 0 stands at 0.
-      traced_offset: int32 scalar added to it, or None.
+      offset: position of query row 0, an int32 scalar, or None for 0; key row 0 stands
+        at 0.
       sink: a logit for each head that joins the softmax, or None.
       dropout: of the probabilities, or None.
       table: for each query block, the `Range` of key blocks that the data-dependent
@@ -39,8 +39,7 @@ class AttentionSpec:
 
     score: Score
     masks: tuple[Atom, ...] = ()
-    offset: int = dataclasses.field(default=0, metadata={"static": True})
-    traced_offset: Any = None
+    offset: Any = None
     sink: Any = None
     dropout: Dropout | None = None
     table: Range | None = None
@@ -48,12 +47,10 @@ class AttentionSpec:
     @property
     def start(self):
         """Position of query row 0."""
-        if self.traced_offset is None:
-            return self.offset
-        return self.traced_offset + self.offset
+        return 0 if self.offset is None else self.offset
 
     @property
-    def gradient_unit(self) -> float:
+    def gradient_unit(self):
         """Gradient of q.k over what `Pairs.score_gradient` gives."""
         return self.score.gradient_unit * self.dropout_scale
 
@@ -126,7 +123,6 @@ class AttentionSpec:
             Score(1.0),
             tuple(a for a in self.masks if not isinstance(a, DataDependent)),
             self.offset,
-            self.traced_offset,
             table=self.table,
         )
 

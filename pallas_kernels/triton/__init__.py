@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import configs
+from pallas_kernels import configs, device
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.mask import SegmentIds
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
@@ -30,7 +30,7 @@ lowering_context = support.lowering_context
 
 
 def unsupported(
-    *, dtype, head_sizes: tuple[int, int], elements: int, config
+    *, dtype, head_sizes: tuple[int, int], elements: int, symbolic: bool, config
 ) -> str | None:
     """Why this backend cannot serve a call here and now, or None.
 
@@ -38,19 +38,16 @@ def unsupported(
       dtype: of query, key and value.
       head_sizes: of key and value.
       elements: of the largest array.
+      symbolic: whether a size is (`jax.export`).
       config: the caller's.
     """
     interpret = config is not None and config.interpret
-    platform = support.platform()
-    if platform != "cuda" and not interpret:
-        return (
-            f"its kernels run on NVIDIA GPUs and this is {platform!r} "
-            "(config=Config(interpret=True) runs them slowly on any platform)"
-        )
-    if not interpret and support.capability() < 80:
-        return f"compute capability {support.capability() / 10} is below 8.0"
+    if not interpret and device.capability() < 80:
+        return f"compute capability {device.capability() / 10} is below 8.0"
     if dtype not in DTYPES:
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16, float16 or float32"
+    if symbolic:
+        return "its kernels need sizes that are numbers, and one is symbolic"
     if elements > memory.MOST_ELEMENTS:
         return memory.too_large(elements)
     if max(head_sizes) > MAX_HEAD_SIZE:
@@ -58,7 +55,7 @@ def unsupported(
     heads = (configs.padded(head_sizes[0]), configs.padded(head_sizes[1]))
     for kernel in configs.kernels(heads):
         need = configs.smallest(kernel, heads, jnp.dtype(dtype).itemsize)
-        limit = support.shared_memory_limit()
+        limit = device.shared_memory_limit()
         if not interpret and need > limit:
             return (
                 f"head size {max(head_sizes)} in {jnp.dtype(dtype).name} needs "
@@ -81,7 +78,7 @@ def _kind(size: dict[str, int], operands, spec: AttentionSpec, pair_bytes: int) 
     if packed or 4 * keys <= size["s"]:
         return "short"
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
-    programs = rows * -(-size["t"] // 128) / support.multiprocessors()
+    programs = rows * -(-size["t"] // 128) / device.multiprocessors()
     if programs > 8:
         usual = "long" if size["s"] >= _LONG else "plain"
         return usual if keys > _SHORT else "short"
@@ -101,7 +98,7 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _padded_heads(operands)
-    limit = support.shared_memory_limit()
+    limit = device.shared_memory_limit()
     itemsize, product = support.product_precision(dtype, precision, interpret)
     if configs.smallest(kernel, heads, itemsize) > limit:  # float32 as it is
         itemsize, product = jnp.dtype(dtype).itemsize, precision
@@ -114,7 +111,7 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         limit=limit,
         kind=_kind(size, operands, spec, pair_bytes),
         pair_bytes=pair_bytes,
-        gpu=support.device_kind(),
+        gpu=device.device_kind(),
         holds=support.holds(),
     )
     return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)

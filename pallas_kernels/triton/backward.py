@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import Axes, Named, summed_to
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, program
 from pallas_kernels.triton.memory import Launch
@@ -195,7 +195,7 @@ def operand(
     looped: Axes,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Gradient of an operand of the score (bias, ALiBi's slopes).
+    """Gradient of an operand of the score (bias, ALiBi's slopes, factor).
 
     One program per tile of the result, or per block of it where it lacks queries or
     keys; the batch entries and heads in `looped` are summed in its registers.
@@ -227,11 +227,13 @@ def operand(
                 at = program.visit_at(here_spec, here, layout, name, block, masked)
                 pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
                 lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
-                scores = pairs.scores(q.load(("t", "h"), at), k.load(("s", "h"), at))
+                qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
+                scores = pairs.scores_of(qk, q.dtype)
                 p = flash2.probabilities(scores, lse_block, launch.arithmetic)
                 dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
                 dz = pairs.score_gradient(p, scores, dp, delta.load(("t", "s"), at))
-                return total + pairs.operand_gradient(field, dz, own)
+                more = Named(pairs.operand_gradient(field, dz, qk), ("t", "s"))
+                return total + summed_to(more, own)
 
             return visited.fold(visit, total)
 

@@ -72,7 +72,7 @@ def forward(
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
 
-        nothing = flash2.init(launch.blocks.block_q, where["d"].size, _PARTS)
+        nothing = flash2.init([launch.blocks.block_q], where["d"].size, _PARTS)
         # Triton takes a loop apart that it knows to have one round, and gives each of
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)

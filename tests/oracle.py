@@ -1,0 +1,168 @@
+"""Quadratic attention and its gradients in NumPy: what every result is compared with.
+
+Written from the documentation of `attention`, and sharing no code with the library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+OPERANDS = ("bias", "alibi_slopes", "sinks", "scale")  # arguments that have gradients
+
+Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
+
+
+class Pairs(NamedTuple):
+    """What is known of each pair of query and key, [*B, N, T, S]."""
+
+    p: np.ndarray  # probability, before dropout
+    dz: np.ndarray  # gradient of the score before its soft cap
+    distance: np.ndarray  # |query position - key position|
+
+
+def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pairs]:
+    """Output, log-sum-exp and all gradients.
+
+    Args:
+      arrays: query, key and value.
+      cotangents: of the output and of the log-sum-exp.
+      arguments: the others of `attention`, by name.
+      rounded: None for the exact results, in float64. A dtype for what plain attention
+        in it gives: products take operands in that dtype and sum in float32, and
+        everything else is in float32.
+    """
+    wide = np.float64 if rounded is None else np.float32
+
+    def narrow(x):
+        return x if rounded is None else x.astype(rounded).astype(wide)
+
+    q, k, v, do, dlse = (np.asarray(x).astype(wide) for x in (*arrays, *cotangents))
+    *batch, t, n, h = q.shape
+    s, heads = k.shape[-3:-1]
+    q, k, v, do = (np.moveaxis(x, -2, -3) for x in (q, k, v, do))  # heads, then rows
+    k, v = (x.repeat(n // heads, -3) for x in (k, v))
+    dlse = np.moveaxis(dlse, -1, -2)
+    scale = wide(h**-0.5 if arguments.get("scale") is None else arguments["scale"])
+    cap = arguments.get("logits_soft_cap")
+    slopes, sinks = (
+        np.asarray(arguments.get(name, value), wide)[..., None, None]
+        for name, value in (("alibi_slopes", 0.0), ("sinks", -np.inf))
+    )
+    offset = np.broadcast_to(arguments.get("query_offset", 0), batch)
+    position = np.arange(t)[:, None] + offset[..., None, None, None]
+    distance = np.abs(position - np.arange(s)).astype(wide)
+    with np.errstate(all="ignore"):
+        qk = q @ k.swapaxes(-1, -2)
+        z = scale * qk + np.asarray(arguments.get("bias", 0.0), wide)
+        z = z - slopes * distance
+        score = z if cap is None else cap * np.tanh(z / wide(cap))
+        keep = kept_pairs(arguments, (*batch, n, t, s), position)
+        score = np.where(keep, score, -np.inf)
+        largest = np.maximum(score.max(-1, keepdims=True, initial=-np.inf), sinks)
+        empty = ~(score > -np.inf).any(-1, keepdims=True)
+        m = np.where(empty, 0.0, largest)
+        e = np.where(empty, 0.0, np.exp(score - m))
+        total = np.where(empty, 1.0, e.sum(-1, keepdims=True) + np.exp(sinks - m))
+        p = e / total
+        lse = np.where(empty, -np.inf, m + np.log(total))
+        weight = dropout_weight(arguments, batch, n, t, s).astype(wide)
+        dropped = narrow(p * weight)
+        out = narrow(dropped @ v)
+        dv = dropped.swapaxes(-1, -2) @ do
+        dp = (do @ v.swapaxes(-1, -2)) * weight
+        # Of the rounded output, as is kept: the same where nothing is rounded.
+        delta = (out * do).sum(-1, keepdims=True) - dlse[..., None]
+        delta = np.where(empty, 0.0, delta)
+        dz = p * (dp - delta)
+        dz = dz if cap is None else dz * (1 - np.where(keep, score / wide(cap), 0) ** 2)
+        ds = narrow(dz)
+        results = {
+            "out": out,
+            "lse": lse[..., 0],
+            "query": scale * (ds @ k),
+            "key": scale * (ds.swapaxes(-1, -2) @ q),
+            "value": dv,
+            "bias": dz,
+            "alibi_slopes": -(dz * distance).sum((-2, -1)),
+            "sinks": -np.where(empty, 0.0, np.exp(sinks - lse) * delta).sum((-2, -1)),
+            "scale": (dz * np.where(dz == 0, 0.0, qk)).sum(),
+        }
+    for name in ("key", "value"):
+        x = results[name]
+        grouped = x.reshape(*batch, heads, n // heads, *x.shape[-2:])
+        results[name] = narrow(grouped.sum(-3))
+    results["query"] = narrow(results["query"])
+    for name in ("out", "query", "key", "value"):
+        results[name] = np.moveaxis(results[name], -3, -2)
+    results["lse"] = np.moveaxis(results["lse"], -2, -1)
+    for name in OPERANDS:
+        x = results.pop(name)
+        if isinstance(arguments.get(name), np.ndarray | jax.Array):
+            results[name] = summed_to(x, np.shape(arguments[name]))
+    return results, Pairs(p, dz, distance)
+
+
+def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.ndarray:
+    """Which keys each query attends to, [*B, N, T, S]."""
+    *batch, _, t, s = shape
+    keep = np.ones(shape, bool)
+    rows, columns = np.arange(t)[:, None], np.arange(s)
+    window = arguments.get("local_window_size")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    right = 0 if arguments.get("is_causal") else right
+    if left is not None:
+        keep &= columns >= position - left
+    if right is not None:
+        keep &= columns <= position + right
+    for name, numbers in (("query", rows), ("key_value", columns)):
+        lengths = arguments.get(f"{name}_seq_lengths")
+        if lengths is not None:
+            keep &= numbers < np.asarray(lengths).reshape(*batch, 1, 1, 1)
+    ids = arguments.get("query_segment_ids")
+    if ids is not None:
+        others = arguments.get("key_value_segment_ids")
+        ids, others = (np.asarray(ids if x is None else x) for x in (ids, others))
+        keep &= ids[..., None, :, None] == others[..., None, None, :]
+    if "mask" in arguments:
+        keep &= np.asarray(arguments["mask"])
+    return keep
+
+
+def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
+    """What dropout multiplies each probability by, [*B, N, T, S]: 0, or 1 / (1 - rate).
+
+    Philox 2x32 with 7 rounds (Salmon et al. 2011) gives 64 bits for the four pairs of
+    query rows r, r + 8 and key rows r, r + 8 of blocks of sixteen.
+    """
+    rate = arguments.get("dropout_rate", 0.0)
+    if not rate:
+        return np.ones((1, 1))
+    threshold = round((1 - rate) * 2**16)
+    broadcast = arguments.get("broadcast_dropout", False)
+    shape = () if broadcast else (*batch, n)
+    words = jax.random.bits(arguments["dropout_rng"], (2, *shape), np.uint32)
+    key, tweak = np.asarray(words, np.uint64)[..., None, None]
+    low = np.uint64(0xFFFFFFFF)
+
+    def pair_and_half(size):
+        rows = np.arange(size, dtype=np.uint64)
+        return rows // 16 * 8 + rows % 8, rows // 8 % 2
+
+    (rows, row_half), (columns, column_half) = map(pair_and_half, (t, s))
+    x0, x1 = columns + 0 * key, rows[:, None] ^ tweak
+    for _ in range(7):
+        product = x0 * np.uint64(0xD256D193)
+        x0, x1 = (product >> np.uint64(32)) ^ key ^ x1, product & low
+        key = (key + np.uint64(0x9E3779B9)) & low
+    word = np.where(row_half[:, None] == 1, x1, x0)
+    bits = np.where(column_half == 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
+    return np.where(bits < threshold, 2**16 / threshold, 0.0)
+
+
+def summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum over what `shape` was broadcast over."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
