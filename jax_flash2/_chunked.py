@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import (
@@ -148,7 +149,7 @@ class _Plan:
         """`total` with x added to the blocks at these numbers."""
         old = self.at(total, **places).value
         starts = [
-            places[a] * self.block[a] if a in places and self.count(a) > 1 else 0
+            jnp.int32(places[a] * self.block[a] if a in places else 0)
             for a in map(str, total.axes)
         ]
         if not any(a in places and self.count(str(a)) > 1 for a in total.axes):
@@ -168,13 +169,22 @@ class _Plan:
         return Pairs(spec, rows, precision=self.precision)
 
     def product(self, a: Named, b: Named, axes: Axes) -> jax.Array:
+        if device.platform() == "cpu":
+            # XLA for CPUs refuses some products of bfloat16 (JAX 0.10.2 to 0.12.0.1:
+            # "Unsupported element type for DotThunk").
+            a, b = (
+                Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
+                for x in (a, b)
+            )
         return contract(a, b, axes, self.precision)
 
     def named(self, pairs: jax.Array) -> Named:
         """A block of pairs; an axis of size 1 is one that no operand is mapped over."""
         *lead, t, s = self.axes("t", "s")
         axes = zip(lead, pairs.shape, strict=False)
-        return Named(pairs, (*(a if n > 1 else None for a, n in axes), t, s)).squeezed()
+        return Named(
+            pairs, (*(None if n == 1 else a for a, n in axes), t, s)
+        ).squeezed()
 
     def loop(self, along: str, spec: AttentionSpec) -> Callable:
         """The loop over the blocks of `along` that a block of the other axis needs.

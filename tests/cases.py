@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,12 @@ class Case:
             (*self.batch, self.s, self.k, self.d),
         )
 
+    def broadcast(self, axes) -> tuple[int, ...]:
+        """[*B, N, T, S] with 1 for all but `axes` among `b`, `n`, `t` and `s`."""
+        sizes = {"n": self.n, "t": self.t, "s": self.s}
+        batch = (size if "b" in axes else 1 for size in self.batch)
+        return (*batch, *(x if a in axes else 1 for a, x in sizes.items()))
+
     def inputs(self, dtype, seed: int = 0) -> tuple[tuple[jax.Array, ...], dict]:
         """(query, key, value) and keyword arguments."""
         rng = np.random.default_rng(seed)
@@ -92,10 +99,7 @@ def _mask(*axes: str) -> Arguments:
     """A random mask with the given axes; the others are broadcast."""
 
     def arguments(rng, case: Case) -> dict:
-        names = ("b", "n", "t", "s")
-        full = dict(zip(names, (*case.batch, case.n, case.t, case.s), strict=True))
-        shape = [full[a] if a in axes else 1 for a in names]
-        return {"mask": rng.random(shape) < 0.6}
+        return {"mask": rng.random(case.broadcast(axes)) < 0.6}
 
     return arguments
 
@@ -115,9 +119,7 @@ def _bias(*axes: str, dtype=np.float32) -> Arguments:
     """A random bias with the given axes; the others are broadcast."""
 
     def arguments(rng, case: Case) -> dict:
-        full = dict(zip("bnts", (*case.batch, case.n, case.t, case.s), strict=True))
-        shape = [full[a] if a in axes else 1 for a in "bnts"]
-        return {"bias": jnp.asarray(rng.standard_normal(shape), dtype)}
+        return {"bias": jnp.asarray(rng.standard_normal(case.broadcast(axes)), dtype)}
 
     return arguments
 
@@ -153,19 +155,80 @@ def _offset(rng, case: Case) -> dict:
     return {"query_offset": rng.integers(-9, 9, case.batch).astype(np.int32)}
 
 
-# Every feature, and every kind of shape, as something that a case has or has not.
-FEATURES: dict[str, Arguments] = {
-    "causal": _with(is_causal=True),
-    "window": _with(local_window_size=(25, 9)),
-    "lengths": _lengths,
-    "segments": _segments,
-    "mask": _mask("n", "t", "s"),
-    "offset": _offset,
-    "bias": _bias("n", "t", "s"),
-    "soft_cap": _with(logits_soft_cap=3.0),
-    "alibi": _slopes,
-    "sinks": _sinks,
-    "dropout": _dropout,
+def _scale(rng, case: Case) -> dict:
+    """As data, which has a gradient."""
+    return {"scale": np.asarray(0.3 * rng.standard_normal(), np.float32)}
+
+
+def _any_window(rng, case: Case) -> dict:
+    sides = [None if x < 0 else x for x in rng.integers(-9, 40, 2).tolist()]
+    return {"local_window_size": tuple(sides)}
+
+
+def _any_segments(rng, case: Case) -> dict:
+    made = _unsorted_segments(rng, case)
+    return made if rng.random() < 0.5 else {k: np.sort(x) for k, x in made.items()}
+
+
+def _any_mask(rng, case: Case) -> dict:
+    axes = [a for a in "bnts" if rng.random() < 0.7]
+    return {"mask": rng.random(case.broadcast(axes)) < 0.7}
+
+
+def _any_bias(rng, case: Case) -> dict:
+    shape = case.broadcast([a for a in "bnts" if rng.random() < 0.6])
+    shape = shape[rng.integers(0, len(shape)) :]
+    return {"bias": np.float32(rng.standard_normal(shape))}
+
+
+def _any_offset(rng, case: Case) -> dict:
+    offset = rng.integers(-30, 30, case.batch if rng.random() < 0.5 else ())
+    return {"query_offset": np.asarray(offset, np.int32)}
+
+
+def _any_slopes(rng, case: Case) -> dict:
+    return (_slopes if rng.random() < 0.5 else _slopes_batch)(rng, case)
+
+
+def _any_dropout(rng, case: Case) -> dict:
+    return {
+        **_dropout(rng, case),
+        "dropout_rate": float(rng.uniform(0.05, 0.8)),
+        "broadcast_dropout": bool(rng.random() < 0.3),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Something that a call has or has not.
+
+    Attributes:
+      typical: arguments for it, in cases.
+      any: random arguments for it, in the random search; None for the typical ones.
+    """
+
+    typical: Arguments
+    any: Arguments | None = None
+
+    @property
+    def random(self) -> Arguments:
+        return self.any or self.typical
+
+
+# Every feature, and every kind of shape: the one list, for cases and random search.
+FEATURES: dict[str, Feature] = {
+    "causal": Feature(_with(is_causal=True)),
+    "window": Feature(_with(local_window_size=(25, 9)), _any_window),
+    "lengths": Feature(_lengths),
+    "segments": Feature(_segments, _any_segments),
+    "mask": Feature(_mask("n", "t", "s"), _any_mask),
+    "offset": Feature(_offset, _any_offset),
+    "scale": Feature(_scale),
+    "bias": Feature(_bias("n", "t", "s"), _any_bias),
+    "soft_cap": Feature(_with(logits_soft_cap=3.0)),
+    "alibi": Feature(_slopes, _any_slopes),
+    "sinks": Feature(_sinks),
+    "dropout": Feature(_dropout, _any_dropout),
 }
 SHAPES = {
     "gqa": {"n": 4},
@@ -178,17 +241,21 @@ SHAPES = {
 def pairwise() -> list[Case]:
     """Cases in which any two of the features and shapes meet: both, one, the other.
 
-    Any two 4-subsets of 6 cases have one in common, and each has one that the other
-    lacks (Kleitman and Spencer 1973); where neither is, is the case "plain".
+    Of `count` cases each name has a subset of its own of more than half of them: any
+    two have one case in common, and each has one that the other lacks (Kleitman and
+    Spencer 1973). Where neither is, is the case "plain".
     """
     names = [*FEATURES, *SHAPES]
-    subsets = list(itertools.combinations(range(6), 4))
-    of = dict(zip(names, subsets, strict=True))
+    count = next(
+        n for n in itertools.count(2) if math.comb(n, n // 2 + 1) >= len(names)
+    )
+    subsets = itertools.combinations(range(count), count // 2 + 1)
+    of = dict(zip(names, subsets, strict=False))
     cases = []
-    for i in range(6):
+    for i in range(count):
         has = [name for name in names if i in of[name]]
         shape = {k: x for name in has for k, x in SHAPES.get(name, {}).items()}
-        functions = [FEATURES[name] for name in has if name in FEATURES]
+        functions = [FEATURES[name].typical for name in has if name in FEATURES]
         cases.append(Case(f"pairwise_{i}", _with(*functions), t=37, **shape))
     return cases
 
@@ -227,6 +294,8 @@ CASES = [
     Case("scale", _with(scale=0.7, is_causal=True)),
     Case("scale_negative", _with(scale=-0.3, local_window_size=(9, 9))),
     Case("scale_zero", _with(scale=0.0)),
+    Case("scale_data", _with(_scale, _lengths, logits_soft_cap=3.0), n=4),
+    Case("scale_data_zero", _with(scale=np.zeros((), np.float32)), t=20, s=20),
     Case("head_1_3", _with(is_causal=True), h=1, d=3),
     Case("head_40", _with(is_causal=True), h=40, d=40, t=33, s=33),
     Case("head_72_24", h=72, d=24, t=33, s=20),
@@ -298,13 +367,20 @@ SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
 INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
-# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.
+# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere, and
+# the xla backend both with the blocks of its choice and with many small ones.
 BACKENDS = {
     "xla": {"implementation": "xla"},
     "triton": {
         "implementation": "triton",
         **({} if ON_GPU else {"config": INTERPRETED}),
     },
+}
+
+
+WITH_BLOCKS = {
+    "xla_blocks": {"implementation": "xla", "config": INTERPRETED},
+    **BACKENDS,
 }
 
 

@@ -34,7 +34,7 @@ import pytest
 # The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
     "default",
-    max_examples=6,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],

@@ -39,6 +39,10 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
     def narrow(x):
         return x if rounded is None else x.astype(rounded).astype(wide)
 
+    def product(a, b):
+        """Of matrices; in float32 term by term, not by a library's better order."""
+        return a @ b if rounded is None else np.einsum("...ij,...jk->...ik", a, b)
+
     q, k, v, do, dlse = (np.asarray(x).astype(wide) for x in (*arrays, *cotangents))
     *batch, t, n, h = q.shape
     s, heads = k.shape[-3:-1]
@@ -55,7 +59,7 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
     position = np.arange(t)[:, None] + offset[..., None, None, None]
     distance = np.abs(position - np.arange(s)).astype(wide)
     with np.errstate(all="ignore"):
-        qk = q @ k.swapaxes(-1, -2)
+        qk = product(q, k.swapaxes(-1, -2))
         z = scale * qk + np.asarray(arguments.get("bias", 0.0), wide)
         z = z - slopes * distance
         score = z if cap is None else cap * np.tanh(z / wide(cap))
@@ -70,9 +74,9 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
         lse = np.where(empty, -np.inf, m + np.log(total))
         weight = dropout_weight(arguments, batch, n, t, s).astype(wide)
         dropped = narrow(p * weight)
-        out = narrow(dropped @ v)
-        dv = dropped.swapaxes(-1, -2) @ do
-        dp = (do @ v.swapaxes(-1, -2)) * weight
+        out = narrow(product(dropped, v))
+        dv = product(dropped.swapaxes(-1, -2), do)
+        dp = product(do, v.swapaxes(-1, -2)) * weight
         # Of the rounded output, as is kept: the same where nothing is rounded.
         delta = (out * do).sum(-1, keepdims=True) - dlse[..., None]
         delta = np.where(empty, 0.0, delta)
@@ -82,8 +86,8 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
         results = {
             "out": out,
             "lse": lse[..., 0],
-            "query": scale * (ds @ k),
-            "key": scale * (ds.swapaxes(-1, -2) @ q),
+            "query": scale * product(ds, k),
+            "key": scale * product(ds.swapaxes(-1, -2), q),
             "value": dv,
             "bias": dz,
             "alibi_slopes": -(dz * distance).sum((-2, -1)),
@@ -100,8 +104,10 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
     results["lse"] = np.moveaxis(results["lse"], -2, -1)
     for name in OPERANDS:
         x = results.pop(name)
-        if isinstance(arguments.get(name), np.ndarray | jax.Array):
-            results[name] = summed_to(x, np.shape(arguments[name]))
+        argument = arguments.get(name)
+        if isinstance(argument, np.ndarray | jax.Array):
+            x = summed_to(x, argument.shape)
+            results[name] = x if rounded is None else x.astype(argument.dtype)
     return results, Pairs(p, dz, distance)
 
 

@@ -40,9 +40,10 @@ def evaluate(arrays, cotangents, arguments) -> Results:
     inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
     data, static = {}, {}
     for name, x in arguments.items():
-        if name in OPERANDS:
+        array = isinstance(x, np.ndarray | jax.Array)
+        if name in OPERANDS and array:
             inputs[name] = jnp.asarray(x)
-        elif isinstance(x, np.ndarray | jax.Array):
+        elif array:
             # An input: of constants XLA would compute much itself, slowly.
             data[name] = jnp.asarray(x)
         else:
@@ -129,7 +130,11 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     delta = np.sum(results["out"] * do, -1) - dlse
     terms = {
         "out": for_queries((p / kept) ** 2, value),
-        "lse": np.moveaxis((p**2 * np.where(p > 0, scores, 0.0)).sum(-1), -1, -2),
+        "lse": np.moveaxis(
+            (p**2 * np.where((p > 0) & np.isfinite(scores), scores, 0.0)).sum(-1),
+            -1,
+            -2,
+        ),
         "query": for_queries(squares * scale**2, key),
         "key": for_keys(squares * scale**2, query),
         "value": for_keys((p / kept) ** 2, do),

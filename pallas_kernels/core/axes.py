@@ -66,7 +66,7 @@ class Named:
     def broadcast(cls, value: jax.Array, axes: Axes) -> Named:
         """An array of which axes of size 1 may stand for larger ones."""
         sizes = zip(axes, value.shape, strict=True)
-        return cls(value, tuple(a if n > 1 else None for a, n in sizes)).squeezed()
+        return cls(value, tuple(None if n == 1 else a for a, n in sizes)).squeezed()
 
     def split(self, name: str, inner: str, inner_size: int) -> Named:
         """Splits axis `name` in two: (`name`, `inner`), inner fastest."""
