@@ -334,7 +334,7 @@ def check_implementation(implementation) -> None:
 
 def check_precision(precision) -> jax.lax.Precision | None:
     """The precision of float32 products that is at least what was asked for."""
-    if precision is None:
+    if precision is None or precision == (None, None):
         # As jax.numpy does.
         precision = jax.config.jax_default_matmul_precision
         if precision is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, attention, explain
+from jax_flash2 import Blocks, _vjp, attention, explain
 from pallas_kernels import device
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
@@ -217,6 +217,27 @@ def test_far_offsets_are_clipped(backend):
     """Beyond 2**28, traced or not: every key is before the rows, or none is."""
     for far, near in ((2**31 - 1, 20), (-(2**31), -20)):
         _same_offset(jnp.int32(far), jnp.int32(near), backend)
+
+
+def test_offsets_compile_nothing_anew():
+    """A decoding loop hands over another int at every step."""
+    call = functools.partial(attention, is_causal=True, implementation="xla")
+    q, k = (jax.random.normal(jax.random.key(i), (2, i, 1, 8)) for i in (1, 9))
+    call(q, k, k, query_offset=3)
+    before = _vjp.attend._cache_size()
+    outs = [call(q, k, k, query_offset=i) for i in (1, 2, np.int64(4))]
+    assert _vjp.attend._cache_size() == before
+    assert not np.array_equal(outs[0], outs[1])
+
+
+def test_numbers_that_are_arrays():
+    """jnp scalars where numbers are taken; a scale may also be traced."""
+    call = functools.partial(attention, GOOD["query"], GOOD["key"], GOOD["value"])
+    plain = call(scale=0.5, logits_soft_cap=2.0)
+    found = call(scale=jnp.float32(0.5), logits_soft_cap=jnp.float32(2.0))
+    np.testing.assert_allclose(found, plain, rtol=0, atol=1e-6)
+    traced = jax.jit(lambda scale: call(scale=scale, logits_soft_cap=2.0))(0.5)
+    np.testing.assert_allclose(traced, plain, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -135,6 +135,48 @@ def test_sowing_weights_is_refused():
         layer.init_with_output(jax.random.key(0), x(), sow_weights=True)
 
 
+@pytest.mark.parametrize("name", ["qk_attn_weights", "attn_weights_value"])
+def test_einsums_of_the_callers_are_refused(name):
+    """Not dropped in silence."""
+    einsums = {f"{name}_einsum_cls": lambda: jnp.einsum}
+    layer = linen.MultiHeadAttention(HEADS, attention_fn=flax_attention, **einsums)
+    with pytest.raises(ValueError, match=rf"{name}_einsum must be None"):
+        layer.init_with_output(jax.random.key(0), x())
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
+def test_masks_under_strict_promotion(dtype):
+    q = jnp.ones((1, 4, 1, 8))
+    mask = jnp.tril(jnp.ones((4, 4), dtype))
+    with jax.numpy_dtype_promotion("strict"):
+        out = flax_attention(q, q, q, mask=mask)
+    np.testing.assert_array_equal(out, q)
+
+
+PRESET = jax.lax.DotAlgorithmPreset
+HIGH, HIGHEST = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
+
+
+@pytest.mark.parametrize(
+    ("precision", "taken"),
+    [
+        ((None, None), None),
+        (("default", "highest"), HIGHEST),
+        ((HIGH, HIGH), HIGH),
+        (PRESET.F32_F32_F32, HIGHEST),
+        (PRESET.BF16_BF16_F32_X3, HIGHEST),
+        ("TF32_TF32_F32", jax.lax.Precision.DEFAULT),
+        ((PRESET.TF32_TF32_F32, "float32"), HIGHEST),
+    ],
+)
+def test_precisions_of_flax(precision, taken):
+    """Pairs and presets: at least as exact as asked for."""
+    q = jax.ShapeDtypeStruct((1, 4, 1, 8), jnp.float32)
+    call = functools.partial(flax_attention, precision=precision)
+    text = str(jax.make_jaxpr(call)(q, q, q))
+    assert f"precision={taken!r}" in text
+
+
 @pytest.mark.parametrize("module", ["linen", "nnx"])
 def test_dtype_and_precision_of_layers(module):
     """What a layer is told reaches the attention: its results are Flax's."""

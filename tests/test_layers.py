@@ -1,6 +1,7 @@
 """Imports run one way, and importing the library stays light."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,22 +76,57 @@ def test_files_stay_short():
             assert len(path.read_text().splitlines()) <= 450, path
 
 
-def test_import_is_light():
-    """No GPU code is imported, nor anything that is not needed at run time."""
-    code = (
-        "import sys, jax; before = set(sys.modules); import jax_flash2; "
-        "print(*sorted(set(sys.modules) - before))"
-    )
+def _output(code: str, **environment) -> list[str]:
+    """Words that a new interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
+        env={**os.environ, **environment},
     )
-    new = done.stdout.split()
+    return done.stdout.split()
+
+
+def _gpu_modules(names) -> list[str]:
+    kernels = ("pallas_kernels.triton", "jax._src.pallas", PALLAS)
+    return [m for m in names if m.startswith(kernels)]
+
+
+CALL = """
+import sys, jax
+from jax_flash2 import attention, explain
+x = jax.numpy.ones((1, 20, 2, 16))
+jax.grad(lambda x: attention(x, x, x).sum())(x)
+"""
+
+
+def test_a_call_on_a_cpu_loads_no_kernels():
+    code = CALL + "explain(x, x, x)\nprint(*sys.modules)"
+    assert not _gpu_modules(_output(code, JAX_PLATFORMS="cpu"))
+
+
+def test_without_the_triton_backend_every_call_works():
+    """Should JAX drop what is deprecated: also on a GPU, and the reason is said."""
+    block = "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
+    on_gpu = "from pallas_kernels import device; device.platform = lambda: 'cuda'\n"
+    assert _output(block + CALL + "print('done')") == ["done"]
+    code = block + on_gpu + CALL + "print(explain(x, x, x))"
+    text = _output(code, PYTHONWARNINGS="ignore")
+    assert text[:2] == ["implementation:", "xla"]
+    assert " ".join(text).count("triton: it cannot be imported") == 1
+
+
+def test_import_is_light():
+    """No GPU code is imported, nor anything that is not needed at run time."""
+    code = (
+        "import sys, jax; before = set(sys.modules); import jax_flash2; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    new = _output(code)
     assert "jax_flash2._api" in new
-    assert not [m for m in new if "triton" in m or m.startswith(PALLAS)]
+    assert not _gpu_modules(new)
     third = {m.split(".")[0] for m in new} - set(sys.stdlib_module_names)
     assert third <= {
         *RUNTIME,

@@ -126,7 +126,7 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     slopes = np.asarray(arguments.get("alibi_slopes", 0.0), np.float64)[..., None, None]
     scores = scale**2 * products + bias**2 + (slopes * distance) ** 2
     lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
-    of_sink = np.exp(arguments.get("sinks", 0.0) - lse)
+    of_sink = np.exp(arguments.get("sinks", -np.inf) - lse)
     delta = np.sum(results["out"] * do, -1) - dlse
     terms = {
         "out": for_queries((p / kept) ** 2, value),

@@ -1,0 +1,149 @@
+"""Arrays whose types say how they are divided: jit, gradients and vmap keep that."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_flash2 import attention
+from tests.cases import BACKENDS
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="fewer than 8 devices")
+
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+def _mesh():
+    """Its axes are explicit, as those of `jax.make_mesh` are by default in new JAX."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+
+
+def _with_gradients(call):
+    """(operands) -> output and gradients."""
+
+    def run(*operands):
+        out, vjp = jax.vjp(call, *operands)
+        return out, *vjp(jnp.cos(out))
+
+    return run
+
+
+def _operands(*batch, kv_heads=2):
+    rng = np.random.default_rng(0)
+    shapes = [(*batch, 40, n, 16) for n in (4, kv_heads, kv_heads)]
+    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+
+
+def _check(call, operands, specs, *, communicates=False, is_set=True):
+    """Same results with the types of the operands, and nothing is communicated."""
+    run = jax.jit(_with_gradients(call))
+    expected = run(*operands)
+    mesh = _mesh()
+    split = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh if is_set else None):
+        compiled = run.lower(*split).compile()
+        actual = compiled(*split)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+    wanted = [split[0], *split]
+    for a, x in zip(actual, wanted, strict=True):
+        assert jax.typeof(a).sharding == jax.typeof(x).sharding
+    found = re.findall(rf"({COLLECTIVES})(?:-start)?\(", compiled.as_text())
+    assert bool(found) == communicates, found
+    return compiled
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mesh_that_is_not_set(backend):
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+    specs = [P("data", None, "model")] * 3
+    _check(call, _operands(4), specs, is_set=False)
+
+
+def test_scan_on_a_mesh_that_is_not_set():
+    def layers(q, k, v):
+        def step(x, _):
+            return x + attention(x, k, v, implementation="xla"), None
+
+        return jax.lax.scan(step, q, None, length=2)[0]
+
+    _check(layers, _operands(4), [P("data")] * 3, is_set=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_over_a_divided_axis(backend):
+    """With a second axis, that of heads, divided too."""
+    call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
+    specs = [P("data", None, None, "model")] * 3
+    _check(jax.vmap(call), _operands(4, 2), specs)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_vmap_over_two_divided_axes(is_set):
+    call = functools.partial(attention, is_causal=True, implementation="xla")
+    specs = [P("data", "model")] * 3
+    _check(jax.vmap(jax.vmap(call)), _operands(4, 2, 3), specs, is_set=is_set)
+
+
+def test_vmap_with_shared_keys():
+    """Their gradient is a sum over devices."""
+    call = jax.vmap(functools.partial(attention, implementation="xla"), (0, None, None))
+    q, k, v = _operands(4, 2)
+    specs = [P("data"), P(), P()]
+    _check(call, (q, k[0], v[0]), specs, communicates=True)
+
+
+def test_whole_keys_beside_divided_query_heads():
+    """Devices that share a key/value head sum its gradient; a bias stays whole."""
+    q, k, v = _operands(2)
+    bias = jnp.zeros((1, 4, 40, 40))
+
+    def call(q, k, v, bias):
+        return attention(q, k, v, bias, implementation="xla")
+
+    specs = [P(None, None, "data"), P(), P(), P()]
+    _check(call, (q, k, v, bias), specs, communicates=True)
+
+
+def test_a_device_does_its_share_of_the_work():
+    """Of a vmap over 8 devices, an eighth."""
+    mesh = _mesh()
+    operands = _operands(8, 2)
+    run = jax.jit(jax.vmap(functools.partial(attention, implementation="xla")))
+    whole = run.lower(*operands).compile().cost_analysis()
+    divided = NamedSharding(mesh, P(("data", "model")))
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(x, divided) for x in operands]
+        share = run.lower(*split).compile().cost_analysis()
+    assert share["flops"] == pytest.approx(whole["flops"] / 8, rel=0.05)
+
+
+def test_second_derivatives():
+    q, k, v = _operands(4)
+
+    def gradient(q, k, v):
+        def loss(q):
+            return jnp.sum(jnp.cos(attention(q, k, v, implementation="xla")))
+
+        return jax.grad(loss)(q)
+
+    _check(gradient, (q, k, v), [P("data")] * 3)
+
+
+def test_a_mesh_axis_divides_one_axis():
+    mesh = _mesh()
+    q, k, _ = _operands(4, kv_heads=4)
+    with jax.set_mesh(mesh):
+        q = jax.device_put(q, NamedSharding(mesh, P("data")))
+        k = jax.device_put(k, NamedSharding(mesh, P(None, None, "data")))
+        with pytest.raises(ValueError, match=r"key is sharded by mesh axes.*another"):
+            jax.jit(attention)(q, k, k)
