@@ -90,7 +90,7 @@ def _output(code: str, **environment) -> list[str]:
 
 
 def _gpu_modules(names) -> list[str]:
-    kernels = ("pallas_kernels.triton", "jax._src.pallas", PALLAS)
+    kernels = ("pallas_kernels.triton", PALLAS)
     return [m for m in names if m.startswith(kernels)]
 
 
