@@ -11,6 +11,7 @@ from jax_flash2 import attention
 from pallas_kernels.core import flash2
 from tests.cases import BACKENDS, ON_GPU, Case
 from tests.test_attention import DTYPES, check_error_rule
+from tests.tiers import deeply
 
 # What is added to the scores of each quarter of the keys. The first is visited first.
 LEVELS = {
@@ -68,7 +69,9 @@ def test_levels(name, dtype, record_property):
     ],
     ids=["causal", "window", "cap_and_sinks", "dropout"],
 )
-@pytest.mark.parametrize("name", ["beyond_float32", "nothing_first_and_far_above"])
+@pytest.mark.parametrize(
+    "name", ["beyond_float32", *deeply("nothing_first_and_far_above")]
+)
 def test_levels_with_others(name, more, record_property):
     check_error_rule(_case(name, **more), "bfloat16", BACKENDS, record_property)
 

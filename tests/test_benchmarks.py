@@ -17,6 +17,7 @@ import pytest
 from benchmarks import comparison, figures, harness, options, peers, records, tables
 from benchmarks.harness import PASSES, Shape
 from benchmarks.programs import JaxPeer, TorchPeer
+from tests.tiers import deeply
 
 TOY = Shape(2, 64, 2, 2, 16, True, "float32")
 GROUPED = Shape(1, 32, 4, 2, 8, False, "float32")
@@ -383,7 +384,9 @@ MAINS = {
 }
 
 
-@pytest.mark.parametrize("name", MAINS)
+@pytest.mark.parametrize(
+    "name", ["attention", *deeply(*(name for name in MAINS if name != "attention"))]
+)
 def test_each_benchmark_runs(name, tmp_path):
     command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}"]
     done = subprocess.run(

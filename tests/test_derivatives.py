@@ -10,6 +10,7 @@ import pytest
 from jax_flash2 import attention
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
+from tests.tiers import deep, deeply
 
 T = 20
 
@@ -160,18 +161,20 @@ def _compiled(transformation, **options):
     "transformation",
     [
         _jvp_of_jit,
-        _linearize,
-        _jvp_of_vmap,
         _vmap_of_jvp,
-        _jvp_of_jvp,
-        _jvp_of_grad,
         _vjp_of_grad,
-        _vjp_of_some_of_grad,
-        _vjp_of_vjp,
         _vjp_of_jvp,
-        _jvp_of_vjp_of_grad,
-        _vjp_of_grad_of_vmap,
-        _vmap_of_vjp_of_grad,
+        *deeply(
+            _linearize,
+            _jvp_of_vmap,
+            _jvp_of_jvp,
+            _jvp_of_grad,
+            _vjp_of_some_of_grad,
+            _vjp_of_vjp,
+            _jvp_of_vjp_of_grad,
+            _vjp_of_grad_of_vmap,
+            _vmap_of_vjp_of_grad,
+        ),
     ],
 )
 def test_derivatives(transformation):
@@ -184,6 +187,7 @@ def test_derivatives(transformation):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+@deep
 def test_hessian():
     operands = tuple(x[:, :3] if i < 3 else x for i, x in enumerate(_operands()))
     found, expected = (
@@ -197,7 +201,7 @@ def test_hessian():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("transformation", [_jvp_of_grad, _vjp_of_grad])
+@pytest.mark.parametrize("transformation", [_jvp_of_grad, *deeply(_vjp_of_grad)])
 def test_second_derivatives_of_kernels(transformation):
     """Their tangents are those of the xla backend; float32, as the kernels are."""
     operands, tangents = (

@@ -12,6 +12,7 @@ from pallas_kernels.core import dropout as dropout_lib
 from pallas_kernels.core.arithmetic import Arithmetic, wide_product
 from pallas_kernels.core.dropout import Dropout
 from tests.cases import BACKENDS, ON_GPU
+from tests.tiers import MAINLY_XLA
 
 HALF = Dropout.threshold_of(0.5)
 
@@ -49,7 +50,7 @@ def test_cipher_known_answers(counter, key, words):
 
 def test_blocks_and_orientation_do_not_matter():
     whole = kept((1, 2), 96, 160)
-    for t, s in itertools.product((16, 32, 96), (16, 32, 160)):
+    for t, s in ((16, 160), (96, 16), (32, 32)):
         for i, j in itertools.product(range(0, 96, t), range(0, 160, s)):
             block = kept((1, 2), t, s, start=(i, j))
             np.testing.assert_array_equal(block, whole[i : i + t, j : j + s])
@@ -107,7 +108,7 @@ def test_mask_is_the_same_in_every_backend_and_block_size():
     reference = masks({"implementation": "reference"}, dropout_rng=rng)
     assert 0.4 < reference.mean() < 0.6
     options = list(BACKENDS.values())
-    for q, kv in ((32, 16), (16, 64), (64, 32)):
+    for q, kv in ((32, 16), (16, 64), (64, 32)) if ON_GPU else ((32, 64),):
         config = Config(Blocks(q, kv, 4, 1), interpret=not ON_GPU)
         options.append({"implementation": "triton", "config": config})
     for option in options:
@@ -131,7 +132,7 @@ def test_keys(backend):
     assert 0.4 < np.mean(raw == other) < 0.6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_vmap_with_shared_and_with_mapped_keys(backend):
     keys = jax.random.split(jax.random.key(2), 2)
 
@@ -152,7 +153,7 @@ def test_vmap_with_shared_and_with_mapped_keys(backend):
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_mean_over_keys_is_attention_without(backend):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((20, 1, 16)), jnp.float32)

@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 from jax_flash2 import flax_attention
 from tests.cases import BACKENDS, ON_GPU
+from tests.tiers import MAINLY_XLA, deeply
 
 WIDTH, HEADS, T = 32, 4, 20
 ATOL = 2e-2 if ON_GPU else 2e-5  # TF32
@@ -34,10 +35,10 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    "layer", [linen.MultiHeadDotProductAttention, linen.MultiHeadAttention]
+    "layer", [linen.MultiHeadAttention, *deeply(linen.MultiHeadDotProductAttention)]
 )
 def test_linen(layer, mask, backend):
     function = functools.partial(flax_attention, **BACKENDS[backend])
@@ -77,7 +78,7 @@ def test_nnx(causal, backend):
         np.testing.assert_allclose(ours, flax, rtol=0, atol=10 * ATOL)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_decoding_with_a_cache(backend):
     """Token by token through the cache is the causal call on all of them."""
     function = functools.partial(flax_attention, **BACKENDS[backend])
@@ -97,7 +98,7 @@ def test_decoding_with_a_cache(backend):
         assert_close(out[:, 0], whole[:, i])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_dropout(broadcast, backend):
     """Drops as often as asked, in one way for all heads if broadcast; not if told."""

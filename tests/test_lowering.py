@@ -17,8 +17,14 @@ from pallas_kernels import configs
 from pallas_kernels.triton import addresses, registers, support
 from tests.cases import CASES, by_name
 from tests.lowering import lower_for_gpu
+from tests.tiers import deeply
 
 GPUS = ("NVIDIA H200", "NVIDIA L4")
+
+
+def _cases():
+    first = [c for c in CASES if c.name.startswith(("pairwise", "head"))]
+    return [*first, *deeply(*(c for c in CASES if c not in first))]
 
 
 def forward_and_backward(case, dtype, **options):
@@ -45,7 +51,7 @@ def forward_and_backward(case, dtype, **options):
     return run, (*shapes, cotangents)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
 def test_every_case_lowers(case):
     index = CASES.index(case)
     dtype = (jnp.bfloat16, jnp.float16, jnp.float32)[index % 3]

@@ -11,6 +11,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import DenseMask, Lengths, Range, SegmentIds, Window
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
+from tests.tiers import deeply
 
 
 def matrix(text: str) -> np.ndarray:
@@ -206,12 +207,14 @@ def specs(draw):
     return AttentionSpec(Score(1.0), tuple(atoms), offset), t, s
 
 
-@settings(max_examples=200)
-@given(specs(), blocks, blocks)
-def test_block_ranges_are_sound(made, block_q, block_kv):
+@pytest.mark.parametrize("examples", [50, *deeply(300)])
+def test_block_ranges_are_sound(examples):
     """Nothing is kept outside `need`, everything inside `full`, in both directions."""
+    search = settings(max_examples=examples)(
+        given(specs(), blocks, blocks)(_check_soundness)
+    )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        _check_soundness(made, block_q, block_kv)
+        search()
 
 
 def _check_soundness(made, block_q, block_kv):

@@ -15,6 +15,7 @@ import jax_flash2
 from jax_flash2 import attention
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
+from tests.tiers import MAINLY_XLA, deeply
 from tests.tolerances import OPERANDS, cotangents_for
 
 KERNEL = "__gpu$xla.gpu.triton"  # the custom call of a kernel
@@ -222,7 +223,7 @@ def remat(policy):
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_scan_over_layers(backend):
     """Scanned, with and without a checkpoint policy: as the loop written out."""
     (x, _, _), _ = by_name("plain").inputs(jnp.float32)
@@ -323,7 +324,7 @@ plainly_lowered = functools.cache(lowered)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("target", [*BACKENDS, "gpu"])
+@pytest.mark.parametrize("target", ["xla", "gpu", *deeply("triton")])
 def test_settings_that_watch_tracing(target, setting):
     """The user's rules are for the user's code: attention lowers to the same module."""
     with SETTINGS[setting]():
@@ -333,7 +334,7 @@ def test_settings_that_watch_tracing(target, setting):
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("xla", RICH), ("xla", BIAS), ("triton", BIAS)],
+    [("xla", RICH), *deeply(("xla", BIAS), ("triton", BIAS))],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_x64(backend, case):
@@ -354,7 +355,7 @@ def test_x64_compiled_kernels(case):
     assert not any("i64" in types or "f64" in types for types in calls)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_debug_nans(backend):
     """Rows without keys and padding make no NaN, which `debug_nans` would raise on."""
     run, args = program(RICH_EMPTY, **BACKENDS[backend])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
 from tests.cases import BACKENDS
+from tests.tiers import MAINLY_XLA, deep
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -82,7 +83,7 @@ def test_shard_map_with_its_default_checks(backend):
     _assert_equal(jax.jit(split)(q, k, v), run(q, k, v))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
     """One key and value for all queries: their gradient is that of every device."""
     q, k, v = _operands(heads=2, kv_heads=2)
@@ -102,7 +103,7 @@ def test_shard_map_sums_the_gradient_of_what_is_shared(backend):
     _assert_equal(actual, jax.grad(loss(call), (0, 1, 2))(q, k[0], v[0]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
 def test_explicit_shardings_stay_where_they_are(backend, heads, kv_heads):
     run = _with_gradients(backend)
@@ -154,7 +155,7 @@ def _collectives(compiled) -> set[str]:
     return set(re.findall(names + r"(?:-start)?\(", compiled.as_text()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
 def test_automatic_shardings_stay_where_they_are(backend, heads, kv_heads):
     """Only gradients of what several devices share are communicated."""
@@ -169,7 +170,7 @@ def test_automatic_shardings_stay_where_they_are(backend, heads, kv_heads):
     _assert_equal(compiled(*split), run(*operands))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_automatic_shardings_with_every_feature(backend):
     """Gradients of what is broadcast over divided axes are sums over devices."""
     mesh = _mesh(AxisType.Auto)
@@ -194,7 +195,7 @@ def test_automatic_shardings_with_every_feature(backend):
     _assert_equal(compiled(*split), run(*operands))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_shard_map_over_some_axes_of_a_mesh(backend):
     """The other axis stays automatic, whatever divides along it."""
     run = _with_gradients(backend)
@@ -208,6 +209,7 @@ def test_shard_map_over_some_axes_of_a_mesh(backend):
     _assert_equal(jax.jit(partly)(*split), run(*operands))
 
 
+@deep
 def test_automatic_shardings_along_rows_are_gathered():
     mesh = _mesh(AxisType.Auto)
     operands = _operands()

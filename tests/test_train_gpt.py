@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import gpt, text, train_gpt
+from tests.tiers import deeply
 
 # The losses of two correct attentions differ by rounding alone. A loss is a mean of
 # logits that went through two blocks: a few eps. Adam then divides each gradient by
@@ -98,9 +99,11 @@ def test_batches_go_through_the_whole_text():
     ("attention", "dtype", "segments"),
     [
         ("jax_flash2", "float32", True),
-        ("jax_flash2", "float32", False),
-        ("jax_flash2", "bfloat16", True),
-        ("jax_nn", "float32", True),
+        *deeply(
+            ("jax_flash2", "float32", False),
+            ("jax_flash2", "bfloat16", True),
+            ("jax_nn", "float32", True),
+        ),
     ],
 )
 def test_losses_agree_with_reference(attention, dtype, segments):
@@ -111,7 +114,7 @@ def test_losses_agree_with_reference(attention, dtype, segments):
     assert actual[-1] < actual[0]
 
 
-@pytest.mark.parametrize("attention", ["jax_flash2", "reference", "jax_nn"])
+@pytest.mark.parametrize("attention", ["jax_flash2", *deeply("reference", "jax_nn")])
 def test_documents_do_not_see_each_other(attention):
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS[attention], rngs=nnx.Rngs(0))

@@ -11,6 +11,7 @@ import jax_flash2
 from jax_flash2 import attention
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
+from tests.tiers import MAINLY_XLA
 
 SHAPE = (2, 20, 3, 16)  # V (mapped), T, N, H
 
@@ -52,7 +53,7 @@ def looped(function, in_axes, out_axes, size, args):
     return jax.tree.map(lambda *xs: jnp.stack(xs, out_axes), *results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize(
     ("in_axes", "out_axes"),
     [
@@ -79,7 +80,7 @@ def test_vmap_is_the_loop(backend, in_axes, out_axes):
     assert_same(mapped, loop)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_grad_of_vmap_is_vmap_of_grad(backend):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
     q, k, v = operands()
@@ -110,7 +111,7 @@ def test_nested_vmap_over_heads_and_batch(backend):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_vmap_over_other_arguments(backend):
     """Lengths, segment ids, masks and offsets may be mapped, with or without q."""
     q, k, v = (x[0] for x in operands())
@@ -133,7 +134,7 @@ def test_vmap_over_other_arguments(backend):
         assert_same(together[i], one)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize("mapped", ["query", "operands", "both"])
 def test_vmap_over_learnt_operands(backend, mapped):
     """Bias, slopes and sinks, mapped or shared, and their gradients."""
@@ -172,7 +173,7 @@ def test_vmap_over_learnt_operands(backend, mapped):
         assert_same(jax.tree.map(lambda x, i=i: x[i], together), run(*one))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_single_heads_with_learnt_operands(backend):
     """vmap of a single-head call over heads is the call on all of them."""
     rng = np.random.default_rng(3)
@@ -193,7 +194,7 @@ def test_single_heads_with_learnt_operands(backend):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_jacobian_maps_cotangents_alone(backend):
     q, k, v = (x[0, :4, :1, :2] for x in operands())
     call = functools.partial(attention, **BACKENDS[backend])
@@ -201,7 +202,7 @@ def test_jacobian_maps_cotangents_alone(backend):
     assert_same(jax.jacrev(call)(q, k, v), jax.jacrev(reference)(q, k, v))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_pmap(backend):
     devices = min(2, jax.local_device_count())
     shape = (devices, *SHAPE)

@@ -12,6 +12,7 @@ from jax_flash2 import attention
 from pallas_kernels import configs, device
 from pallas_kernels.configs import Blocks
 from tests.lowering import lower_for_gpu
+from tests.tiers import deeply
 
 H200 = "NVIDIA H200"
 TABLES = sorted(configs.TUNING.glob("*.json"))
@@ -90,7 +91,7 @@ def test_a_call_takes_the_blocks_of_its_regime(monkeypatch, shape, arguments, re
     assert _regimes(monkeypatch, (x, x, x), arguments) == {regime}
 
 
-@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("head", [64, *deeply(128, 256)])
 @pytest.mark.parametrize("regime", [r for r in configs.REGIMES if "float" not in r])
 def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
     problems = []
