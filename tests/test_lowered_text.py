@@ -155,3 +155,12 @@ def test_every_result_is_written_once(t):
             sizes = {B * t * N * H, B * t * N, N * t * t}
             assert found.size in sizes, (name, argument)
             np.testing.assert_array_equal(found, np.arange(found.size))
+
+
+def test_padding_is_loaded_as_a_number():
+    """Never as whatever lies there: what has a mask has something in its place."""
+    modules, _ = lowered(jnp.bfloat16, bias=jnp.float32, is_causal=True)
+    for name, module in modules.items():
+        loads = re.findall(r"tt\.load ([^:{]*)", module)
+        operands = {len(x.split(",")) for x in loads}
+        assert operands == {1, 3}, name
