@@ -80,6 +80,10 @@ DRAWN = {
         *([Window(7, 0)], 16, 16, 0),
         *("+ . . .\n# + . .\n+ # + .\n. + # +", None),
     ),
+    "window a key short of whole blocks": (
+        *([Window(6, 0)], 16, 16, 0),
+        *("+ . . .\n+ + . .\n+ + + .\n. + + +", None),
+    ),
     "window of both sides": (
         *([Window(3, 7)], 16, 16, 0),
         *("# # + .\n+ # # +\n. + # #\n. . + #", None),
