@@ -9,8 +9,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-KERNEL = "__gpu$xla.gpu.triton"  # the custom call of a kernel
-
 
 def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
     """The StableHLO module of `function` for a CUDA device of that kind."""
