@@ -125,6 +125,7 @@ def copy_project(folder: Path) -> None:
 def run_tests(folder: Path, tests: str, timeout: float) -> tuple[int | None, str]:
     """pytest's exit code (None: it took too long) and last line."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", ""]  # deep ones too, where they are asked for
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
     environment = {
         **os.environ,
