@@ -33,6 +33,11 @@ class Blocks:
         that of queries; for `dq` of output gradients, then of queries; for `dkv` and
         `dk` of values, then of keys; for `dv` of keys. For compute capability 9, whose
         products else read them from there; a table's blocks hold none on other GPUs.
+
+    Example:
+      >>> from jax_flash2 import Blocks
+      >>> Blocks(128, 64, num_warps=4, num_stages=3).block_kv
+      64
     """
 
     block_q: int

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
 
 
 def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
@@ -13,3 +17,30 @@ def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernel_modules(text: str) -> dict[str, str]:
+    """The Triton modules inside a module of `lower_for_gpu`, as text, by name.
+
+    A kernel's custom call holds its module as bytes, so that text searched for in the
+    outer module is not found where it means something.
+    """
+    found = {}
+    for escaped in re.findall(r'\bir = "((?:[^"\\]|\\.)*)"', text):
+        with ir.Context() as context:
+            dialect.register_dialect(context)
+            context.load_all_available_dialects()
+            module = ir.Module.parse(_bytes(escaped))
+            name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+            found[name] = str(module)
+    return found
+
+
+def _bytes(escaped: str) -> bytes:
+    """Of a string attribute as MLIR prints it: a backslash and two hexadecimals."""
+
+    def byte(match: re.Match) -> bytes:
+        code = match[1]
+        return bytes.fromhex(code.decode()) if len(code) == 2 else code
+
+    return re.sub(rb'\\([0-9A-Fa-f]{2}|[\\"])', byte, escaped.encode("latin-1"))

@@ -106,6 +106,27 @@ def test_range_is_of_the_products(dtype):
     assert flash2.in_range(state, dtype).tolist() == near
 
 
+def test_a_sink_far_from_the_scores():
+    """Beyond them it takes nearly all of the softmax, below them nothing."""
+    m = jnp.asarray([0.0, 0.0, -3000.0])
+    state = flash2.State(m, jnp.ones((3, 1)), jnp.ones((3, 2)))
+    for sink, out, lse in (
+        (1000.0, [0, 0, 0], [1000, 1000, 1000]),
+        (-1000.0, [1, 1, 0], [0, 0, -1000]),
+    ):
+        found, sums = flash2.finish(state, jnp.float32(sink))
+        np.testing.assert_allclose(found, np.float32([out, out]).T, atol=1e-6)
+        np.testing.assert_allclose(sums, np.float32(lse), rtol=1e-6)
+
+
+def test_a_log_sum_exp_that_holds_no_sum():
+    """So large that the sum's logarithm is rounded away: p is 0, not any number."""
+    lse = jnp.asarray([-jnp.inf, -3e10, -2e7, -1e6, 0.0, 1e6, 2e7])
+    log2 = np.float32([1, 1, 1, -1e6, 0, 1e6, 1]) * np.float32(np.log2(np.e))
+    log2[[0, 1, 2, 6]] = np.inf
+    np.testing.assert_allclose(flash2.lse_log2(lse), log2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("level", [-1e9, -3e10, float(np.finfo(np.float32).min)])
 def test_a_row_masked_by_numbers(backend, level):

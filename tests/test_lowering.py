@@ -16,7 +16,7 @@ from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import configs
 from pallas_kernels.triton import addresses, registers, support
 from tests.cases import CASES, by_name
-from tests.lowering import lower_for_gpu
+from tests.lowering import kernel_modules, lower_for_gpu
 from tests.tiers import deeply
 
 GPUS = ("NVIDIA H200", "NVIDIA L4")
@@ -87,13 +87,39 @@ def test_block_tables_add_no_programs(name):
     assert programs == _programs(lower_for_gpu(plain, *shapes))
 
 
-@pytest.mark.parametrize("precision", ["default", "highest"])
-def test_precision_reaches_the_kernel(precision):
+def _products(text: str) -> dict[str, list[str]]:
+    """For each kernel of a module the operands of its products, and how they count."""
+    pattern = r"tt\.dot [^:]*?(?:inputPrecision = (\w+) )?: tensor<\d+x\d+x(\w+)>"
+    return {
+        name: [f"{x} {how}" if x == "f32" else x for how, x in re.findall(pattern, t)]
+        for name, t in kernel_modules(text).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "operands", "times"),
+    [
+        (jnp.float32, None, "f32 tf32", 1),
+        (jnp.float32, "default", "f32 tf32", 1),
+        (jnp.float32, "high", "f32 tf32", 1),
+        (jnp.float32, "highest", "bf16", 6),  # in three pieces each
+        (jnp.bfloat16, "highest", "bf16", 1),
+        (jnp.float16, None, "f16", 1),
+    ],
+)
+def test_precision_reaches_the_kernel(dtype, precision, operands, times):
+    """Every product of every kernel is made as the caller's precision says."""
+    every = dict.fromkeys(configs.KERNELS, Blocks(16, 16, 4, 1))
     run, shapes = forward_and_backward(
-        by_name("plain"), jnp.float32, precision=precision
+        *(by_name("dropout_bias"), dtype),
+        **{"precision": precision, "config": Config(**every)},
     )
-    text = lower_for_gpu(run, *shapes)
-    assert text.count("__gpu$xla.gpu.triton") == 3
+    found = _products(lower_for_gpu(run, *shapes))
+    # Loops (with a mask, without; the forward may begin again) times products of each.
+    counts = {"forward": 3 * 2, "dq": 2 * 3, "dkv": 2 * 4, "dbias": 2 * 2}
+    assert found == {
+        f"flash2_{name}": count * times * [operands] for name, count in counts.items()
+    }
 
 
 def test_more_programs_than_a_grid_axis_holds():

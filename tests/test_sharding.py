@@ -10,14 +10,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
+from jax_flash2._sharding import Division
 from tests.cases import BACKENDS
 from tests.tiers import MAINLY_XLA, deep
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
 T = 40
-# Query and key/value heads; among four devices: divided, one for two, whole, in part.
-GROUPS = [(8, 4), (8, 2), (8, 1), (12, 3)]
+# Query and key/value heads; among four devices: divided, one for two, whole, in part,
+# and in part of a group and half.
+GROUPS = [(8, 4), (8, 2), (8, 1), (12, 3), (24, 6)]
 
 
 def _mesh(kind: AxisType):
@@ -148,6 +150,26 @@ def test_explicit_shardings_that_attention_cannot_keep(specs, message):
         )
         with pytest.raises(ValueError, match=message):
             jax.jit(attention)(q, k, k)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="heads for four devices")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"),
+    [
+        (8, 2, [[0], [0], [1], [1]]),
+        (12, 3, [[0, 0, 0], [0, 1, 1], [1, 1, 2], [2, 2, 2]]),
+        (24, 6, [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]),
+    ],
+)
+def test_key_heads_that_a_device_takes(heads, kv_heads, expected):
+    """Of whole key/value heads: one for each run of query heads of a common group."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    size = {"n": heads, "k": kv_heads}
+    division = Division(mesh.abstract_mesh, {"n": ("model",)}, size)
+    each = jax.shard_map(
+        division.own_heads, mesh=mesh, in_specs=(), out_specs=P("model")
+    )
+    assert jax.jit(each)().reshape(4, -1).tolist() == expected
 
 
 def _collectives(compiled) -> set[str]:

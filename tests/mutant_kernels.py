@@ -1,0 +1,352 @@
+"""Faults of the kernels, and of what is being rewritten: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+COUNTS = "tests/test_counts.py"
+SUMS = "tests/test_sums.py -k triton"
+ASSEMBLY = "tests/test_lowered_text.py -k assembly"
+ADDRESSES = "tests/test_lowered_text.py -k 'addresses or written_once'"
+PRECISION = "tests/test_lowering.py -k precision_reaches"
+REGIME = "tests/test_tuning.py -k takes_the_blocks_of_its_regime"
+FIT = "tests/test_lowering.py -k 'shared_memory or callers_blocks'"
+
+
+def rule(*cases: str, backend: str = "triton") -> str:
+    """The error rule on a backend, each case in one dtype."""
+    names = " or ".join(f"test_error_rule[{case}-" for case in cases)
+    return f"tests/test_attention.py -k '{backend} and ({names})'"
+
+
+def of(file: str, *faults: tuple[str, ...]) -> list[Mutant]:
+    """Of (name, old, new, tests, and why it may live)."""
+    return [Mutant(name, file, *rest) for name, *rest in faults]
+
+
+_ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
+
+_TRITON = [
+    *of(
+        "pallas_kernels/triton/backward.py",
+        (
+            "dk without scale",
+            '"dk": spec.gradient_unit',
+            '"dk": spec.dropout_scale',
+            rule("plain"),
+        ),
+        (
+            "dk without dropout's scale",
+            '"dk": spec.gradient_unit',
+            '"dk": spec.score.gradient_unit',
+            rule("dropout"),
+        ),
+        (
+            "dk off 1 %",
+            '"dk": spec.gradient_unit',
+            '"dk": 1.01 * spec.gradient_unit',
+            rule("causal"),
+        ),
+        (
+            "dv without dropout's scale",
+            '"dv": spec.dropout_scale',
+            '"dv": 1.0',
+            rule("dropout"),
+        ),
+        (
+            "a bias's gradient without dropout's scale",
+            "store(total * spec.dropout_scale,",
+            "store(total,",
+            rule("dropout_bias"),
+        ),
+        (
+            "dv summed in bfloat16",
+            'sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)',
+            'sums["dv"] = (sums["dv"] + flash2.dot(dropped, do_block, "nn"))'
+            + _ROUNDED,
+            SUMS,
+        ),
+        (
+            "dk summed in bfloat16",
+            'sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)',
+            'sums["dk"] = (sums["dk"] + flash2.dot(dz, q_block, "nn"))' + _ROUNDED,
+            SUMS,
+        ),
+        (
+            "dq summed in bfloat16",
+            'dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)',
+            '(dq + flash2.dot(dz.astype(k.dtype), k_block, "nn"))' + _ROUNDED,
+            SUMS,
+        ),
+        (
+            "dp of dq rounded to bfloat16",
+            "dp = pairs.product(do_block, v_block)\n",
+            "dp = pairs.product(do_block, v_block).astype(jnp.bfloat16)\n",
+            SUMS,
+        ),
+        (
+            "dp of dk rounded to bfloat16",
+            "dp = pairs.product(do_block, *v_block) if",
+            "dp = pairs.product(do_block, *v_block).astype(jnp.bfloat16) if",
+            SUMS,
+        ),
+        (
+            "p of dq rounded to bfloat16",
+            "lse_log2[:, None], launch.arithmetic)",
+            "lse_log2[:, None], launch.arithmetic).astype(k.dtype)",
+            SUMS,
+            "dz is rounded by as much right after: a result is hardly further off",
+        ),
+        (
+            "dq's products not as precise as asked for",
+            'k_block, "nn", launch.precision)',
+            'k_block, "nn")',
+            PRECISION,
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/forward.py",
+        (
+            "the output's product not as precise as asked for",
+            'flash2.dot(p, v_block, "nn", launch.precision)',
+            'flash2.dot(p, v_block, "nn")',
+            PRECISION,
+        ),
+        (
+            "rows out of range are not begun again",
+            "kv_blocks.any_full & lost,",
+            "kv_blocks.any_full & (lost & False),",
+            "tests/test_accumulate.py -k test_levels[beyond_float32",
+        ),
+        (
+            "an output without dropout's scale",
+            "(o * spec.dropout_scale if spec.dropout else o)",
+            "o",
+            rule("dropout"),
+        ),
+        (
+            "rows beyond a query length not stored",
+            'where["t"] = layout.rows_at("t", where["t"].start)',
+            "pass",
+            "tests/test_attention.py -k 'padding_never and triton and nan'",
+        ),
+        (
+            "padded rows make a program begin again",
+            'where["t"].numbers >= layout.size["t"]',
+            'where["t"].numbers < 0',
+            rule("plain"),
+            "only time: the rows of a last block that overhangs are not stored",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/__init__.py",
+        (
+            "the regime always plain",
+            "kind=_kind(size, operands, spec, pair_bytes),",
+            'kind="plain",',
+            REGIME,
+        ),
+        (
+            "packed documents in the regime of long rows",
+            "if packed or 4 * keys",
+            "if 4 * keys",
+            REGIME,
+        ),
+        (
+            "no tables of blocks",
+            "spec = spec.with_table(",
+            "spec.with_table(",
+            "tests/test_attention.py -k 'segments_do_not and nan and triton'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/program.py",
+        (
+            "causal order not reversed",
+            'layout.num_blocks["t"] - 1 - i',
+            "i",
+            f"{COUNTS} -k most_keys",
+        ),
+        (
+            "every window reversed",
+            'getattr(atom, "right", None) is not None',
+            'hasattr(atom, "right")',
+            f"{COUNTS} -k most_keys",
+        ),
+        (
+            "an overhanging block of keys without an end",
+            'if size % layout.rows["s"] else spec',
+            "if False else spec",
+            rule("plain"),
+        ),
+        (
+            "the key head of a looped head",
+            'lax.div(where["n"], jnp.int32(layout.group))',
+            'where["n"]',
+            rule("bias_heads", "bias_half"),
+        ),
+        (
+            "padding of visited blocks is loaded",
+            "return {**where, name: layout.rows_at(name, start, limit)}",
+            "return {**where, name: layout.rows_at(name, start)}",
+            "tests/test_attention.py -k 'padding_never and triton and nan'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/memory.py",
+        (
+            "padding is loaded one row too far",
+            "exists = rows.numbers < rows.limit",
+            "exists = rows.numbers <= rows.limit",
+            ADDRESSES,
+        ),
+        (
+            "the key head of a query head",
+            '_program("n", self.group)',
+            '_program("n")',
+            rule("gqa"),
+        ),
+        (
+            "tiles held in the interpreter's place",
+            "0 if self.interpret else self.blocks.held",
+            "0",
+            "tests/test_lowering.py -k 'left_operands and 128 and bfloat16'",
+        ),
+        (
+            "a head padded to too few elements",
+            "None if full == size else size",
+            "None",
+            rule("head_40"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/addresses.py",
+        (
+            "a doubled stride",
+            "stride = math.prod(info.full_shape_dtype.shape[i + 1 :])",
+            "stride = 2 * math.prod(info.full_shape_dtype.shape[i + 1 :])",
+            ADDRESSES,
+        ),
+        (
+            "a block's start in the wrong axis",
+            "first = advanced(place, stride)",
+            "first = advanced(place, 1)",
+            ADDRESSES,
+        ),
+        (
+            "stores without a mask",
+            "pallas._store(addresses, value, mask=next(values, None))",
+            "pallas._store(addresses, value)",
+            ADDRESSES,
+        ),
+        (
+            "padding loaded as whatever lies there",
+            "pallas._load(addresses, mask=mask, other=padding)",
+            "pallas._load(addresses, mask=mask)",
+            "tests/test_lowered_text.py -k padding",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/support.py",
+        (
+            "precision ignored by the kernels",
+            "return configs.SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6",
+            "return configs.SPLIT_ITEMSIZE, lax.Precision.DEFAULT",
+            PRECISION,
+        ),
+        (
+            "highest precision of three products",
+            "BF16_BF16_F32_X6",
+            "BF16_BF16_F32_X3",
+            PRECISION,
+        ),
+        ("the exponent's shift added", "neg.f32 e, $2;", "mov.f32 e, $2;", ASSEMBLY),
+        ("the exponent of base e", "ex2.approx.ftz", "lg2.approx.ftz", ASSEMBLY),
+        ("the wrong half of a product's bits", "mul.hi.u32", "mul.lo.u32", ASSEMBLY),
+        ("one more level of bits kept", "setp.lt.u32", "setp.le.u32", ASSEMBLY),
+        (
+            "a tile held in registers of another dtype",
+            'kept = "=r,0" if pack > 1',
+            'kept = "=r,0" if pack > 2',
+            ASSEMBLY,
+        ),
+        (
+            "the approximate tanh for float32",
+            "jnp.tanh if dtype == jnp.float32 else",
+            "jnp.tanh if dtype == jnp.float64 else",
+            ASSEMBLY,
+        ),
+        (
+            "tiles held on GPUs that need it not",
+            "capability() // 10 == 9",
+            "capability() // 10 >= 9",
+            "tests/test_lowering.py -k only_gpus_of",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/registers.py",
+        (
+            "a bound on registers under another name",
+            '"ttg.maxnreg"',
+            '"ttg.maxreg"',
+            "tests/test_lowering.py -k bound_on_registers_reaches",
+        ),
+    ),
+    *of(
+        "pallas_kernels/configs.py",
+        (
+            "blocks larger than the rows",
+            "block_q=min(blocks.block_q, padded(rows[0])),",
+            "block_q=blocks.block_q,",
+            "tests/test_lowering.py -k not_larger",
+        ),
+        (
+            "shared memory of a stage too few",
+            "need = (resident + stages * streamed",
+            "need = (resident + (stages - 1) * streamed",
+            FIT,
+        ),
+        (
+            "the caller's blocks of dk and dv not taken",
+            'kernel in ("dk", "dv"):',
+            'kernel in ("dv",):',
+            FIT,
+        ),
+        (
+            "tiles that are held counted",
+            "LEFT[kernel] - blocks.held",
+            "LEFT[kernel]",
+            "tests/test_lowering.py -k 'left_operands and 128 and bfloat16'",
+        ),
+    ),
+]
+
+# Of files that are being rewritten: places and tests may have to follow.
+_IN_MOTION = [
+    *of(
+        "jax_flash2/_chunked.py",
+        (
+            "dv of the loops without dropout's scale",
+            'of_keys["dv"] * spec.dropout_scale',
+            'of_keys["dv"]',
+            rule("dropout", backend="xla_blocks"),
+        ),
+        (
+            "a group's key gradients not scaled",
+            'of_keys["dk"] * unit(kv_axes["dk"])',
+            'of_keys["dk"]',
+            rule("plain", backend="xla_blocks"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_reference.py",
+        (
+            "a sink in the reference's log-sum-exp off 1e-4",
+            "total = total + jnp.exp(sink",
+            "total = total + 1.0001 * jnp.exp(sink",
+            "tests/test_derivatives.py -k test_derivatives[_jvp_of_jit]",
+        ),
+    ),
+]
+
+MUTANTS = [*_TRITON, *_IN_MOTION]

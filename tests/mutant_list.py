@@ -1,0 +1,393 @@
+"""The faults of `tests.mutants`, each with the cheapest tests known to see it."""
+
+from __future__ import annotations
+
+from tests import mutant_kernels
+from tests.mutant_kernels import COUNTS, REGIME, SUMS, of, rule
+
+LITERAL = "tests/test_mask.py -k literal"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/mask.py",
+        (
+            "a window without its last key",
+            "kv >= q_pos - self",
+            "kv > q_pos - self",
+            LITERAL,
+        ),
+        (
+            "a window full one key too soon",
+            "need_lo, full_lo = first - self.left, last - self.left",
+            "need_lo, full_lo = first - self.left, last - self.left - 1",
+            COUNTS,
+        ),
+        (
+            "a window of queries needed one too late",
+            "need_lo, full_lo = first - self.right, last - self.right",
+            "need_lo, full_lo = first - self.right + 1, last - self.right",
+            COUNTS,
+        ),
+        (
+            "a window full one key too late",
+            "full_hi, need_hi = first + self.right + 1, last + self.right + 1",
+            "full_hi, need_hi = first + self.right, last + self.right + 1",
+            COUNTS,
+        ),
+        (
+            "a key beyond the length",
+            "kv < self.key_value",
+            "kv <= self.key_value",
+            LITERAL,
+        ),
+        (
+            "padded query blocks visited",
+            "minimum(maximum(across - lo, 0), 1) * size",
+            "size",
+            COUNTS,
+        ),
+        (
+            "blocks within lengths never full",
+            "_when(hi <= across,",
+            "_when(hi < across,",
+            COUNTS,
+        ),
+        (
+            "segments never skipped",
+            "some = (q_min <= kv_max) & (kv_min <= q_max)",
+            "some = (q_min <= kv_max) | (q_min > kv_max)",
+            COUNTS,
+        ),
+        (
+            "segments skipped on one side only",
+            "some = (q_min <= kv_max) & (kv_min <= q_max)",
+            "some = q_min <= kv_max",
+            COUNTS,
+        ),
+        (
+            "segments never full",
+            "& (q_min == kv_min)",
+            "& (q_min > q_min)",
+            COUNTS,
+        ),
+        (
+            "overhanging mask block never full",
+            "((False, jnp.any), (True, jnp.all))",
+            "((False, jnp.any), (False, jnp.all))",
+            COUNTS,
+        ),
+        (
+            "the last block of a table left out",
+            "jnp.where(some, index + 1, 0)",
+            "jnp.where(some, index, 0)",
+            COUNTS,
+        ),
+        (
+            "the first run of full blocks never ends",
+            "jnp.where(before & ~every, index, size)",
+            "jnp.where(before & ~every, size, size)",
+            COUNTS,
+        ),
+        (
+            "edges visited where full blocks are",
+            "jnp.asarray(i >= before, jnp.int32)",
+            "jnp.asarray(i > before, jnp.int32)",
+            "tests/test_mask.py -k fold_visits",
+        ),
+        (
+            "blocks full by one of two masks",
+            "minimum(minimum(self.full_hi, other.full_hi), need_hi)",
+            "minimum(self.full_hi, need_hi)",
+            COUNTS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/score.py",
+        (
+            "the soft cap's derivative",
+            "return ds * (1.0 - x * x)",
+            "return ds * (1.0 - x)",
+            rule("soft_cap"),
+        ),
+        (
+            "the sign of the slopes' gradient",
+            "-dz * place.distance",
+            "dz * place.distance",
+            rule("alibi_alone"),
+        ),
+        (
+            "a distance with its sign",
+            "else jnp.abs(distance)",
+            "else distance",
+            rule("alibi_alone"),
+        ),
+        (
+            "slopes a fiftieth too large where distances are in two parts",
+            "x, row = x + slopes * place.key",
+            "x, row = x + 1.02 * slopes * place.key",
+            rule("alibi"),
+        ),
+        (
+            "half a soft cap beside a scale",
+            "tanh(x * (unit / self.soft_cap))",
+            "tanh(x / self.soft_cap)",
+            rule("soft_cap"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/flash2.py",
+        ("delta without dlse", "rowsum - dlse", "rowsum", rule("plain")),
+        (
+            "the sinks' gradient off 2 %",
+            "-p * delta",
+            "-1.02 * p * delta",
+            rule("pairwise_0"),
+        ),
+        (
+            "the forward summed in bfloat16",
+            "return State(m, l + sums, acc + product(p))",
+            "more = (acc + product(p)).astype(jnp.bfloat16).astype(acc.dtype); "
+            "return State(m, l + sums, more)",
+            SUMS,
+        ),
+        (
+            "sums in range without an upper limit",
+            "(l >= 0.5) & (l <= limit)",
+            "(l >= 0.5)",
+            "tests/test_accumulate.py -k test_range",
+        ),
+        (
+            "an old sum not scaled by a new maximum",
+            "State(top, l * alpha, acc * alpha)",
+            "State(top, l, acc * alpha)",
+            rule("window"),
+        ),
+        (
+            "a padded row's log-sum-exp is 0",
+            "PADDING_LSE = math.inf",
+            "PADDING_LSE = 0.0",
+            "tests/test_accumulate.py -k test_levels[beyond_float32",
+        ),
+        (
+            "a sink beyond float32",
+            "joint = jnp.maximum(m, sink)",
+            "joint = m",
+            "tests/test_accumulate.py -k sink_far",
+        ),
+        (
+            "rows masked by numbers keep their log-sum-exp",
+            "jnp.abs(log2) > 2.0**24",
+            "jnp.abs(log2) > 2.0**100",
+            "tests/test_accumulate.py -k holds_no_sum",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/dropout.py",
+        (
+            "one level of dropout too many kept",
+            "round((1.0 - rate) * _LEVELS)",
+            "1 + round((1.0 - rate) * _LEVELS)",
+            "tests/test_dropout.py -k share_of_kept",
+        ),
+        (
+            "a round of the cipher too few",
+            "_ROUNDS = 7",
+            "_ROUNDS = 6",
+            "tests/test_dropout.py -k cipher",
+        ),
+        (
+            "half of a dropout key without effect",
+            'pairs["t"] ^ tweak',
+            'pairs["t"]',
+            "tests/test_dropout.py -k uncorrelated",
+        ),
+        (
+            "other bits in a transposed block",
+            "_joined(*map(_halves, words))",
+            "_joined(*map(_halves, words[::-1]))",
+            "tests/test_dropout.py -k orientation",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pairs.py",
+        (
+            "delta with dropout's scale",
+            "delta * (1 / self.spec.dropout_scale)",
+            "delta",
+            rule("dropout"),
+        ),
+        (
+            "ALiBi without offset",
+            "t_start + self.spec.start - s_start",
+            "t_start - s_start",
+            rule("pairwise_0"),
+        ),
+        (
+            "ALiBi without offset under causal masks",
+            "Place(between + query,",
+            "Place(between - self.spec.start * self.spec.keeps_past_only + query,",
+            rule(
+                "pairwise_0",
+                "pairwise_1",
+                "pairwise_2",
+                "pairwise_3",
+                "pairwise_4",
+                "pairwise_5",
+                "alibi_batch",
+                "everything_learnt",
+            ),
+        ),
+        (
+            "a masked score under a soft cap",
+            "scores.x, self.masked)",
+            "scores.x, False)",
+            rule("soft_cap"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "a window that looks ahead keeps the past only",
+            "w.right <= 0 for",
+            "w.right <= 1 for",
+            f"{COUNTS} -k past_only",
+        ),
+        (
+            "an overhanging key is no padding",
+            "Lengths(key_value=kv_size)",
+            "Lengths(key_value=kv_size + 1)",
+            rule("plain"),
+        ),
+        (
+            "padding is loaded",
+            "functools.reduce(mask_lib.minimum, lengths, size)",
+            "size",
+            "tests/test_attention.py -k 'padding_never and triton and nan'",
+        ),
+        (
+            "keys beyond a causal mask counted",
+            "return width - width * width / (2 * max(kv_size, 1))",
+            "return width",
+            REGIME,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/axes.py",
+        (
+            "a shared bias's gradient summed over a map",
+            "a not in operand.axes and not is_mapped(a)",
+            "a not in operand.axes",
+            "tests/test_transforms.py -k 'learnt_operands and xla and query'",
+        ),
+    ),
+    *of(
+        "jax_flash2/_operation.py",
+        (
+            "a third map takes a used name",
+            'next(f"v{i}" for i in range(len(used) + 1) if f"v{i}" not in used)',
+            '"v1" if "v0" in used else "v0"',
+            "tests/test_transforms.py -k three_maps",
+        ),
+        (
+            "no rows have a log-sum-exp of 0",
+            "jnp.full(lse.shape, -jnp.inf,",
+            "jnp.full(lse.shape, 0.0,",
+            "tests/test_attention.py -k 'no_rows and xla'",
+        ),
+        (
+            "one gradient for all elements of a map",
+            "(*(a for a in mapped if a not in x.axes), *x.axes)",
+            "x.axes",
+            "tests/test_transforms.py -k 'grad_of_vmap and xla'",
+        ),
+    ),
+    *of(
+        "jax_flash2/_vjp.py",
+        (
+            "results without names for checkpoints",
+            "_operation.to_save(*_operation.forward(problem, arrays))",
+            "_operation.forward(problem, arrays)",
+            "tests/test_transforms.py -k policy_saves",
+        ),
+    ),
+    *of(
+        "jax_flash2/_sharding.py",
+        (
+            "key heads of neighbours",
+            "(first + run * jnp.arange(",
+            "(first + jnp.arange(",
+            "tests/test_sharding.py -k key_heads",
+        ),
+        (
+            "key heads taken one for each query head",
+            "run = math.gcd(query_heads, group)",
+            "run = 1",
+            "tests/test_sharding.py -k key_heads",
+        ),
+        (
+            "no sum over devices",
+            "jax.lax.psum(x, shared) if shared else x",
+            "x",
+            "tests/test_sharding.py -k 'automatic and stay and 8-1 and xla'",
+        ),
+        (
+            "mesh axes in reverse",
+            "key=lambda j: -steps[j]",
+            "key=lambda j: steps[j]",
+            "tests/test_sharding.py -k 'automatic and stay and 8-4 and xla'",
+        ),
+        (
+            "rows proposed to be divided among devices",
+            "need_replication_factors=whole",
+            "need_replication_factors=()",
+            "tests/test_sharding.py -k along_rows",
+            "what is proposed for rows is not followed when the call is divided",
+        ),
+    ),
+    *of(
+        "jax_flash2/_arguments.py",
+        (
+            "half of an id of 64 bits",
+            "[words[..., 0], words[..., 1]]",
+            "[words[..., 0]]",
+            "tests/test_errors.py -k 'wide_integers and xla'",
+        ),
+        (
+            "far offsets as they are",
+            "return Named(_clipped(x, -_FAR, _FAR), axes)",
+            "return Named(x, axes)",
+            "tests/test_errors.py -k 'far_offsets and xla'",
+        ),
+        (
+            "a causal window looks ahead",
+            "Window(left, 0 if is_causal else right)",
+            "Window(left, right)",
+            rule("window_causal"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_api.py",
+        (
+            "positions of ALiBi without a window dropped",
+            "if window is None and not score.positional:",
+            "if window is None:",
+            rule("pairwise_0", "pairwise_1", "pairwise_5", "alibi_two_sided"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_derivatives.py",
+        (
+            "no tangent of the output in that of the gradient",
+            "(*along, *of_out, *_zeros(cotangents))",
+            "(*along, *_zeros(of_out), *_zeros(cotangents))",
+            "tests/test_derivatives.py -k test_derivatives[_vjp_of_grad]",
+        ),
+        (
+            "second derivatives without the cotangents' part",
+            "*_zeros(saved[-2:]), *of_out]",
+            "*_zeros(saved[-2:]), *_zeros(of_out)]",
+            "tests/test_derivatives.py -k test_derivatives[_vjp_of_vjp]",
+        ),
+    ),
+    *mutant_kernels.MUTANTS,
+]
