@@ -23,7 +23,9 @@ class Pairs(NamedTuple):
     distance: np.ndarray  # |query position - key position|
 
 
-def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pairs]:
+def attention(
+    arrays, cotangents, arguments, rounded=None, tf32: bool = False
+) -> tuple[Results, Pairs]:
     """Output, log-sum-exp and all gradients.
 
     Args:
@@ -33,6 +35,7 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
       rounded: None for the exact results, in float64. A dtype for what plain attention
         in it gives: products take operands in that dtype and sum in float32, and
         everything else is in float32.
+      tf32: whether products take only the upper bits of their operands.
     """
     wide = np.float64 if rounded is None else np.float32
 
@@ -41,7 +44,10 @@ def attention(arrays, cotangents, arguments, rounded=None) -> tuple[Results, Pai
 
     def product(a, b):
         """Of matrices; in float32 term by term, not by a library's better order."""
-        return a @ b if rounded is None else np.einsum("...ij,...jk->...ik", a, b)
+        if rounded is None:
+            return a @ b
+        a, b = (upper_bits(x) if tf32 else x for x in (a, b))
+        return np.einsum("...ij,...jk->...ik", a, b)
 
     q, k, v, do, dlse = (np.asarray(x).astype(wide) for x in (*arrays, *cotangents))
     *batch, t, n, h = q.shape
@@ -166,6 +172,12 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
     word = np.where(row_half[:, None] == 1, x1, x0)
     bits = np.where(column_half == 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
     return np.where(bits < threshold, 2**16 / threshold, 0.0)
+
+
+def upper_bits(x: np.ndarray) -> np.ndarray:
+    """What tensor cores take of a float32: sign, exponent and 10 bits."""
+    bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32)
 
 
 def summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -96,7 +96,7 @@ def test_the_reference_keeps_the_rule(record_property):
         plain = tolerances.plain(arrays, cotangents, arguments)
         options = {**arguments, "implementation": "reference"}
         actual = tolerances.evaluate(arrays, cotangents, options)
-        tolerances.check(actual, exact, plain, tolerances.unit_roundoff("float32"))
+        tolerances.check(actual, exact, plain, tolerances.unit_roundoff(jnp.float32))
 
 
 def _naive(q, k, v, arguments):

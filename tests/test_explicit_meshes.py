@@ -1,6 +1,7 @@
 """Arrays whose types say how they are divided: jit, gradients and vmap keep that."""
 
 import functools
+import math
 import re
 
 import jax
@@ -11,17 +12,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention
-from tests.cases import BACKENDS
+from tests.cases import BACKENDS, ON_GPU
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="fewer than 8 devices")
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
+SHAPE = (4, 2) if jax.device_count() >= 8 else (2, 1)
+
+ATOL = 2e-2 if ON_GPU else 1e-5  # TF32
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
 def _mesh():
     """Its axes are explicit, as those of `jax.make_mesh` are by default in new JAX."""
     kinds = (jax.sharding.AxisType.Explicit,) * 2
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    return jax.make_mesh(SHAPE, ("data", "model"), axis_types=kinds)
 
 
 def _with_gradients(call):
@@ -53,7 +57,7 @@ def _check(call, operands, specs, *, communicates=False, is_set=True):
         compiled = run.lower(*split).compile()
         actual = compiled(*split)
     for a, e in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=ATOL)
     wanted = [split[0], *split]
     for a, x in zip(actual, wanted, strict=True):
         assert jax.typeof(a).sharding == jax.typeof(x).sharding
@@ -124,7 +128,7 @@ def test_a_device_does_its_share_of_the_work():
     with jax.set_mesh(mesh):
         split = [jax.device_put(x, divided) for x in operands]
         share = run.lower(*split).compile().cost_analysis()
-    assert share["flops"] == pytest.approx(whole["flops"] / 8, rel=0.05)
+    assert share["flops"] == pytest.approx(whole["flops"] / math.prod(SHAPE), rel=0.05)
 
 
 def test_second_derivatives():

@@ -154,17 +154,22 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
 
 def plain(arrays, cotangents, arguments) -> Results:
     """Quadratic attention in the input dtype: what the error is measured by."""
-    return oracle.attention(arrays, cotangents, arguments, arrays[0].dtype)[0]
+    dtype = arrays[0].dtype
+    tf32 = _is_tf32(dtype, arguments.get("precision"))
+    return oracle.attention(arrays, cotangents, arguments, dtype, tf32)[0]
+
+
+def _is_tf32(dtype, precision) -> bool:
+    return jnp.dtype(dtype) == jnp.float32 and ON_GPU and precision != "highest"
 
 
 def unit_roundoff(dtype, precision=None) -> float:
     """Largest relative error of one rounding; float32 on a GPU may be TF32.
 
     Tensor cores take the upper bits of a float32 as TF32: they cut, not round, and a
-    product of two such numbers is off by twice 2**-10. (Plain attention is no measure
-    of that: XLA takes small products to other units.)
+    product of two such numbers is off by twice 2**-10.
     """
-    if dtype == jnp.float32 and ON_GPU and precision != "highest":
+    if _is_tf32(dtype, precision):
         return 2.0**-9
     return float(jnp.finfo(dtype).eps) / 2
 
