@@ -1,10 +1,10 @@
 """Backend "xla": FlashAttention-2's loops in plain JAX, on any platform.
 
 The recurrences and block ranges of the kernels, over all heads and batch entries at
-once. Memory is linear in T and S, forward and backward. A loop visits the blocks that
-any head or batch entry needs; a call of one block has no loop. Masks are evaluated in
-every block: beside the exponents that costs little, and a second loop without them
-would double a program and the time to compile it.
+once. Memory is linear in T and S, forward and backward. One loop visits the pairs of
+blocks that any head or batch entry needs, and adds to whole arrays; a call of one block
+has no loop. Masks are evaluated in every block: beside the exponents that costs little,
+and a second loop without them would double a program and the time to compile it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 # Most query rows and most pairs of a block. On 2 CPU cores, float32, B 1, N 4, H 64,
 # T 1024 and 4096, blocks of 128 to 512 rows were within 15 % of each other (JAX 0.10.2,
 # 2026-11-21). Few queries have as many pairs with more keys.
-_QUERIES = 256
-_PAIRS = _QUERIES**2
+_ROWS = 256
+_PAIRS = _ROWS**2
 
 Names = tuple[str, ...]
 
@@ -77,9 +77,12 @@ class _Plan:
     def of(cls, operands, blocks: Blocks | None, precision) -> _Plan:
         size = sizes(operands)
         heads = Heads.of(size)
-        queries = _block(size["t"], blocks.block_q if blocks else _QUERIES)
-        most = blocks.block_kv if blocks else max(_QUERIES, _PAIRS // queries)
-        block = {"t": queries, "s": _block(size["s"], most)}
+        if blocks is not None:
+            most = {"t": blocks.block_q, "s": blocks.block_kv}
+        else:
+            rows = _block(size["t"], _ROWS)
+            most = {"t": _ROWS, "s": max(_ROWS, _PAIRS // rows)}
+        block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         return cls(size, block, heads, batch_axes(operands), precision)
 
@@ -112,14 +115,22 @@ class _Plan:
             spec,
         )
 
-    def rows(self, x: Named, spec: AttentionSpec, padding: float = 0.0) -> Named:
+    def rows(
+        self,
+        x: Named,
+        spec: AttentionSpec,
+        padding: float = 0.0,
+        *,
+        rows_last: bool = False,
+    ) -> Named:
         """An operand of rows `t` or `s`: batch and heads first, in whole blocks.
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
         x = self.heads.split(x).squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
-        x = x.ordered((*(a for a in self.axes() if a in x.axes), row, *head))
+        own = (*head, row) if rows_last else (row, *head)
+        x = x.ordered((*(a for a in self.axes() if a in x.axes), *own))
         size = self.size[row]
         scalars = self.scalars(spec, self.axes())
         limit = scalars.q_limit(size) if row == "t" else scalars.kv_limit(size)
@@ -128,7 +139,7 @@ class _Plan:
             return x
         limit = Named.broadcast(limit, self.axes())
         numbers = Named(jnp.arange(x.shape[x.axes.index(row)], dtype=jnp.int32), (row,))
-        axes = (*(a for a in self.axes() if a in (*limit.axes, *x.axes)), row, *head)
+        axes = (*(a for a in self.axes() if a in (*limit.axes, *x.axes)), *own)
         exists = numbers.to(axes) < limit.to(axes)
         return Named(jnp.where(exists, x.to(axes), jnp.asarray(padding, x.dtype)), axes)
 
@@ -145,16 +156,20 @@ class _Plan:
                 value = lax.dynamic_slice_in_dim(value, start, self.block[name], axis)
         return Named(value, x.axes)
 
-    def add(self, total: Named, x: jax.Array, **places) -> jax.Array:
-        """`total` with x added to the blocks at these numbers."""
-        old = self.at(total, **places).value
+    def put(self, whole: Named, x: jax.Array, **places) -> jax.Array:
+        """`whole` with x in place of the blocks at these numbers."""
+        if not any(a in places and self.count(str(a)) > 1 for a in whole.axes):
+            return x
         starts = [
             jnp.int32(places[a] * self.block[a] if a in places else 0)
-            for a in map(str, total.axes)
+            for a in map(str, whole.axes)
         ]
-        if not any(a in places and self.count(str(a)) > 1 for a in total.axes):
-            return old + x
-        return lax.dynamic_update_slice(total.value, old + x, starts)
+        return lax.dynamic_update_slice(whole.value, x, starts)
+
+    def zeros(self, axes: Names, dtype) -> jax.Array:
+        """An array of whole blocks."""
+        rows = {name: self.count(name) * self.block[name] for name in ("t", "s")}
+        return jnp.zeros([{**self.size, **rows}[a] for a in axes], dtype)
 
     def pairs(self, fields: AttentionSpec, i, j) -> Pairs:
         """Query block i against key block j."""
@@ -186,43 +201,52 @@ class _Plan:
             pairs, (*(None if n == 1 else a for a, n in axes), t, s)
         ).squeezed()
 
-    def loop(self, along: str, spec: AttentionSpec) -> Callable:
-        """The loop over the blocks of `along` that a block of the other axis needs.
+    def visit_pairs(self, spec: AttentionSpec, visit: Callable, state):
+        """Runs `state = visit(i, j, state)` over the pairs of blocks that are needed.
 
-        Returns:
-          A function of that block's number, of `state = visit(number, state)` and of
-          the first state; it returns the last.
+        In one order: by query block, and for each by key block.
         """
-        if self.count(along) == 1:
-            return lambda block, visit, state: visit(0, state)
+        count_q, count_kv = self.count("t"), self.count("s")
+        if count_q == count_kv == 1:
+            return visit(0, 0, state)
         t, s = self.size["t"], self.size["s"]
-        over, own, other = ("j", "i", "t") if along == "s" else ("i", "j", "s")
-        spec = spec.with_table(over, self.block["t"], self.block["s"], t, s)
-        axes = (*self.batch, "n", own)
+        spec = spec.with_table("j", self.block["t"], self.block["s"], t, s)
+        axes = (*self.batch, "n", "i")
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
-        lo = jnp.arange(self.count(other), dtype=jnp.int32) * self.block[other]
-        hi = jnp.minimum(lo + self.block[other], self.size[other])
-        blocks = spec.kv_blocks if along == "s" else spec.q_blocks
-        needed = blocks(lo, hi, self.size[along], self.block[along])
+        lo = jnp.arange(count_q, dtype=jnp.int32) * self.block["t"]
+        hi = jnp.minimum(lo + self.block["t"], t)
+        needed = spec.kv_blocks(lo, hi, s, self.block["s"])
 
-        def bound(x, reduce):
-            """Over all of the batch."""
-            if isinstance(x, int):
-                return lambda block: np.int32(x)
-            x = reduce(x, axis=tuple(range(x.ndim - 1)))
-            x = jnp.broadcast_to(x, lo.shape)
-            return lambda block: x[block]
+        if isinstance(needed.need_lo, int) and isinstance(needed.need_hi, int):
+            first, count = needed.need_lo, needed.need_hi - needed.need_lo
 
-        first, end = bound(needed.need_lo, jnp.min), bound(needed.need_hi, jnp.max)
+            def at(number, state):
+                i = lax.div(number, jnp.int32(count))
+                return visit(i, first + number - i * count, state)
 
-        def run(block, visit, state):
-            def body(i, state):
-                # Of static bounds `fori_loop` makes an int64 under x64.
-                return visit(jnp.int32(i), state)
+            # Of static bounds `fori_loop` makes an int64 under x64.
+            visits = np.int32(count_q * count)
+            return lax.fori_loop(np.int32(0), visits, at, state)
 
-            return lax.fori_loop(first(block), end(block), body, state)
+        def of_all(x, reduce):
+            """Over all of the batch, for each query block."""
+            if not isinstance(x, int):
+                x = reduce(x, axis=tuple(range(x.ndim - 1)))
+            return jnp.broadcast_to(jnp.int32(x), lo.shape)
 
-        return run
+        # A query block that needs nothing visits one block in vain.
+        first = jnp.minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
+        end = of_all(needed.need_hi, jnp.max)
+
+        def body(carry):
+            i, j, state = carry
+            state = visit(i, j, state)
+            is_last = j + 1 >= end[i]
+            i = i + is_last.astype(jnp.int32)
+            return i, jnp.where(is_last, first[i], j + 1), state
+
+        start = jnp.int32(0), first[0], state
+        return lax.while_loop(lambda carry: carry[0] < count_q, body, start)[-1]
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
         """`x` without padding, with the axes and dtype of `out`, summed over others."""
@@ -233,130 +257,113 @@ class _Plan:
         return summed_to(named, out.axes).astype(out.dtype)
 
 
-def _joined(blocks: jax.Array, row: int) -> jax.Array:
-    """Blocks [blocks, ..., rows, ...] as one array whose rows are axis `row`."""
-    x = jnp.moveaxis(blocks, 0, row)
-    return x.reshape(*x.shape[:row], -1, *x.shape[row + 2 :])
-
-
 def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     """Output and log-sum-exp, with the dtypes and axes of `outputs`."""
     blocks = None if config is None else config.forward
     plan = _Plan.of([q, k, v, *jax.tree.leaves(spec)], blocks, precision)
-    loop = plan.loop("s", spec)
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
+    state_axes = flash2.State(rows, (*rows, "part"), columns)
+
+    def visit(i, j, state):
+        whole = flash2.State(*map(Named, state, state_axes))
+        q_block, k_block, v_block = plan.at(q, t=i), plan.at(k, s=j), plan.at(v, s=j)
+        pairs = plan.pairs(fields, i, j)
+        qk = plan.product(q_block, k_block, pair_axes)
+
+        def product(p):
+            p = plan.named(pairs.drop(p).astype(v.dtype))
+            return plan.product(p, v_block, columns)
+
+        old = flash2.State(*(plan.at(x, t=i).value for x in whole))
+        new = flash2.step(old, pairs.scores_of(qk, q.dtype), product)
+        return flash2.State(
+            *(plan.put(x, y, t=i) for x, y in zip(whole, new, strict=True))
+        )
+
+    shape = plan.zeros(rows, outputs[1].dtype).shape
+    state = flash2.init(shape, plan.size["d"], dtype=outputs[1].dtype)
     sink = None if spec.sink is None else plan.heads.split(spec.sink).to(rows)
-    shape = [plan.block.get(a, plan.size[a]) for a in rows]
-    nothing = flash2.init(shape, plan.size["d"], dtype=outputs[1].dtype)
-
-    def query_block(i):
-        q_block = plan.at(q, t=i)
-
-        def visit(j, state):
-            k_block, v_block = (plan.at(x, s=j) for x in (k, v))
-            pairs = plan.pairs(fields, i, j)
-            qk = plan.product(q_block, k_block, pair_axes)
-
-            def product(p):
-                p = plan.named(pairs.drop(p).astype(v.dtype))
-                return plan.product(p, v_block, columns)
-
-            return flash2.step(state, pairs.scores_of(qk, q.dtype), product)
-
-        o, lse = flash2.finish(loop(i, visit, nothing), sink)
-        return (o * spec.dropout_scale).astype(v.dtype), lse
-
-    if plan.count("t") == 1:
-        o, lse = query_block(0)
-    else:
-        numbers = jnp.arange(plan.count("t"), dtype=jnp.int32)
-        o, lse = (_joined(x, len(rows) - 1) for x in lax.map(query_block, numbers))
-    return list(map(plan.result, (o, lse), (columns, rows), outputs))
+    o, lse = flash2.finish(plan.visit_pairs(spec, visit, state), sink)
+    found = (o * spec.dropout_scale, lse)
+    return list(map(plan.result, found, (columns, rows), outputs))
 
 
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and the spec's operands from o, lse, do and dlse."""
     blocks = None if config is None else config.dkv
     plan = _Plan.of([q, k, v, *jax.tree.leaves(spec), *saved], blocks, precision)
-    loop = plan.loop("t", spec)
-    q, k, v, o, do, dlse = (
-        plan.rows(x, spec) for x in (q, k, v, saved[0], saved[2], saved[3])
-    )
-    lse = plan.rows(saved[1], spec, flash2.PADDING_LSE)
-    fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
+    o, lse, do, dlse = saved
+    # Left operands of products whose sum is over rows.
+    q_last, do_last = (plan.rows(x, spec, rows_last=True) for x in (q, do))
+    q, k, v, o, do, dlse = (plan.rows(x, spec) for x in (q, k, v, o, do, dlse))
+    lse = plan.rows(lse, spec, flash2.PADDING_LSE)
     delta = flash2.delta(o.to(columns), lse.to(rows), do.to(columns), dlse.to(rows))
     delta = Named(delta, rows)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)
+    fields = plan.fields(spec)
+    sink = None if spec.sink is None else plan.heads.split(spec.sink)
     # The axes of each gradient.
-    q_axes = plan.axes("t", "h")
-    kv_axes = {"dk": plan.key_axes("s", "h"), "dv": plan.key_axes("s", "d")}
-    of_operands: dict[str, Names] = {
-        name: tuple(a for a in plan.heads.split_axes(out.axes) if a is not None)
-        for name, out in zip(spec.score.operands, outputs[3:], strict=False)
+    own: dict[str, Names] = {
+        "dq": plan.axes("t", "h"),
+        "dk": plan.key_axes("h", "s"),
+        "dv": plan.key_axes("d", "s"),
     }
+    for name, out in zip(spec.score.operands, outputs[3:], strict=False):
+        axes = plan.heads.split_axes(out.axes)
+        own[name] = tuple(a for a in axes if a is not None)
 
-    def zeros(axes: Names, row_count: Callable) -> jax.Array:
-        shape = [row_count(a) if a in ("t", "s") else plan.size[a] for a in axes]
-        return jnp.zeros(shape, lse.dtype)
+    def probabilities(scores, i):
+        if plan.count("s") == 1:
+            return flash2.softmax(scores, None if sink is None else sink.to(rows))
+        return flash2.probabilities(scores, plan.at(lse_log2, t=i).value[..., None])
 
-    def key_block(sums, j):
-        k_block, v_block = (plan.at(x, s=j) for x in (k, v))
+    def delta_of(pairs, p, dp, i):
+        if plan.count("s") == 1:  # fewer terms, if there are fewer keys than columns
+            total = jnp.sum(p * pairs.drop(dp), -1) * spec.dropout_scale
+            return (total - plan.at(dlse, t=i).to(rows))[..., None]
+        return plan.at(delta, t=i).value[..., None]
 
-        def visit(i, state):
-            sums, of_keys = map(dict, state)
-            q_block, do_block = (plan.at(x, t=i) for x in (q, do))
-            lse_block, delta_block = (
-                plan.at(x, t=i).value[..., None] for x in (lse_log2, delta)
-            )
-            pairs = plan.pairs(fields, i, j)
-            qk = plan.product(q_block, k_block, pair_axes)
-            scores = pairs.scores_of(qk, q.dtype)
-            p = flash2.probabilities(scores, lse_block)
-            dropped = plan.named(pairs.drop(p).astype(do.dtype))
-            of_keys["dv"] += plan.product(dropped, do_block, kv_axes["dv"])
-            dp = plan.product(do_block, v_block, pair_axes)
-            dz = pairs.score_gradient(p, scores, dp, delta_block)
-            for name, axes in of_operands.items():
-                more = plan.named(pairs.operand_gradient(name, dz, qk))
-                total = Named(sums[name], axes)
-                sums[name] = plan.add(total, summed_to(more, axes), t=i, s=j)
-            dz = plan.named(dz.astype(q.dtype))
-            of_keys["dk"] += plan.product(dz, q_block, kv_axes["dk"])
-            more = plan.product(dz, k_block, q_axes)
-            sums["dq"] = plan.add(Named(sums["dq"], q_axes), more, t=i)
-            return sums, of_keys
-
-        nothing = {n: zeros(axes, plan.block.get) for n, axes in kv_axes.items()}
-        return loop(j, visit, (sums, nothing))
-
-    sums = {
-        name: zeros(axes, lambda a: plan.count(a) * plan.block[a])
-        for name, axes in {"dq": q_axes, **of_operands}.items()
-    }
-    if plan.count("s") == 1:
-        sums, of_keys = key_block(sums, 0)
-    else:
-        blocks = jnp.arange(plan.count("s"), dtype=jnp.int32)
-        sums, of_keys = lax.scan(key_block, sums, blocks)
-        of_keys = {n: _joined(x, len(kv_axes[n]) - 2) for n, x in of_keys.items()}
-
-    def unit(axes: Names):
-        return plan.scalars(spec, axes).gradient_unit
-
-    found = [
-        (sums["dq"] * unit(q_axes), q_axes),
-        (of_keys["dk"] * unit(kv_axes["dk"]), kv_axes["dk"]),
-        (of_keys["dv"] * spec.dropout_scale, kv_axes["dv"]),
-        *((sums[n] * spec.dropout_scale, axes) for n, axes in of_operands.items()),
-    ]
-    if spec.sink is not None:
-        sink = sink_gradient(
-            plan.heads.split(spec.sink), Named(lse.to(rows), rows), delta
+    def visit(i, j, sums):
+        q_block, q_left, do_block, do_left = (
+            plan.at(x, t=i) for x in (q, q_last, do, do_last)
         )
-        found.append((sink.value, sink.axes))
+        k_block, v_block = (plan.at(x, s=j) for x in (k, v))
+        pairs = plan.pairs(fields, i, j)
+        qk = plan.product(q_block, k_block, pair_axes)
+        scores = pairs.scores_of(qk, q.dtype)
+        p = probabilities(scores, i)
+        dropped = plan.named(pairs.drop(p).astype(do.dtype))
+        dp = plan.product(do_block, v_block, pair_axes)
+        dz = pairs.score_gradient(p, scores, dp, delta_of(pairs, p, dp, i))
+        more = {
+            name: summed_to(plan.named(pairs.operand_gradient(name, dz, qk)), own[name])
+            for name in spec.score.operands
+        }
+        dz = plan.named(dz.astype(q.dtype))
+        more["dq"] = plan.product(dz, k_block, own["dq"])
+        more["dk"] = plan.product(q_left, dz, own["dk"])
+        more["dv"] = plan.product(do_left, dropped, own["dv"])
+        added = {}
+        for name, axes in own.items():
+            total = Named(sums[name], axes)
+            new = plan.at(total, t=i, s=j).value + more[name]
+            added[name] = plan.put(total, new, t=i, s=j)
+        return added
+
+    sums = {name: plan.zeros(axes, lse.dtype) for name, axes in own.items()}
+    sums = plan.visit_pairs(spec, visit, sums)
+    found = []
+    for name, axes in own.items():
+        unit = spec.dropout_scale
+        if name in ("dq", "dk"):
+            unit = plan.scalars(spec, axes).gradient_unit
+        found.append((sums[name] * unit, axes))
+    if sink is not None:
+        of_sink = sink_gradient(sink, Named(lse.to(rows), rows), delta)
+        found.append((of_sink.value, of_sink.axes))
     return [
         plan.result(x, axes, out) for (x, axes), out in zip(found, outputs, strict=True)
     ]

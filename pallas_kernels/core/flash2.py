@@ -179,6 +179,28 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
     return acc * (1.0 / l)[..., None], lse
 
 
+def softmax(scores: Scores, sink=None, arithmetic: Arithmetic = PLAIN) -> jax.Array:
+    """Probabilities of whole rows, as the forward computes them.
+
+    Against the row's own maximum: right too where a log-sum-exp holds no sum
+    (`lse_log2`), and shared with a forward in the same program.
+
+    Args:
+      scores: of all keys.
+      sink: as for `finish`.
+    """
+    rows, dtype = scores.x.shape[:-1], scores.x.dtype
+    found = []
+
+    def product(p):
+        found.append(p)
+        return jnp.ones((*p.shape[:-1], 1), dtype)
+
+    state = step(init(rows, 1, dtype=dtype), scores, product, arithmetic)
+    inverse, _ = finish(state, sink)
+    return found[0] * inverse
+
+
 def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
     """rowsum(o * do) - dlse over the last axis, in the dtype of lse.
 
