@@ -264,10 +264,10 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
-    state_axes = flash2.State(rows, (*rows, "part"), columns)
+    state_axes = rows, (*rows, "part"), columns
 
     def visit(i, j, state):
-        whole = flash2.State(*map(Named, state, state_axes))
+        whole = list(map(Named, state, state_axes))
         q_block, k_block, v_block = plan.at(q, t=i), plan.at(k, s=j), plan.at(v, s=j)
         pairs = plan.pairs(fields, i, j)
         qk = plan.product(q_block, k_block, pair_axes)

@@ -321,20 +321,31 @@ _TRITON = [
     ),
 ]
 
-# Of files that are being rewritten: places and tests may have to follow.
-_IN_MOTION = [
+_PLAIN_JAX = [
     *of(
         "jax_flash2/_chunked.py",
         (
             "dv of the loops without dropout's scale",
-            'of_keys["dv"] * spec.dropout_scale',
-            'of_keys["dv"]',
+            "        unit = spec.dropout_scale\n",
+            "        unit = 1.0\n",
             rule("dropout", backend="xla_blocks"),
         ),
         (
+            "the last block of keys not visited",
+            "is_last = j + 1 >= end[i]",
+            "is_last = j + 2 >= end[i]",
+            rule("causal", backend="xla_blocks"),
+        ),
+        (
+            "whole rows by their log-sum-exp",
+            'if plan.count("s") == 1:\n            return flash2.softmax',
+            "if False:\n            return flash2.softmax",
+            "tests/test_accumulate.py -k test_whole_rows_masked_by_numbers",
+        ),
+        (
             "a group's key gradients not scaled",
-            'of_keys["dk"] * unit(kv_axes["dk"])',
-            'of_keys["dk"]',
+            'if name in ("dq", "dk"):',
+            'if name == "dq":',
             rule("plain", backend="xla_blocks"),
         ),
     ),
@@ -349,4 +360,4 @@ _IN_MOTION = [
     ),
 ]
 
-MUTANTS = [*_TRITON, *_IN_MOTION]
+MUTANTS = [*_TRITON, *_PLAIN_JAX]

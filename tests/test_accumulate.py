@@ -160,3 +160,16 @@ def test_large_values(backend):
     huge = attention(q, k, v * 2.0**95, **arguments, **BACKENDS[backend])
     plain = attention(q, k, v, **arguments, **BACKENDS[backend])
     np.testing.assert_array_equal(np.float32(huge), np.float32(plain) * 2.0**95)
+
+
+def test_whole_rows_masked_by_numbers():
+    """Where one block has all keys, gradients are right however large the numbers."""
+    x = jax.random.normal(jax.random.key(0), (1, 20, 1, 8))
+    for level in (0.0, -1e6, -1e9):
+        bias = jnp.full((1, 1, 1, 20), level)
+
+        def call(v, bias=bias):
+            return jnp.sum(attention(x, x, v, bias, implementation="xla"))
+
+        # Each row's probabilities sum to one.
+        np.testing.assert_allclose(jnp.sum(jax.grad(call)(x)), 160, rtol=1e-4)
