@@ -221,6 +221,7 @@ class _Plan:
             first, count = needed.need_lo, needed.need_hi - needed.need_lo
 
             def at(number, state):
+                number = jnp.int32(number)
                 i = lax.div(number, jnp.int32(count))
                 return visit(i, first + number - i * count, state)
 
@@ -323,7 +324,8 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
     def delta_of(pairs, p, dp, i):
         if plan.count("s") == 1:  # fewer terms, if there are fewer keys than columns
             total = jnp.sum(p * pairs.drop(dp), -1) * spec.dropout_scale
-            return (total - plan.at(dlse, t=i).to(rows))[..., None]
+            of_lse, kept = (plan.at(x, t=i).to(rows) for x in (dlse, lse))
+            return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)[..., None]
         return plan.at(delta, t=i).value[..., None]
 
     def visit(i, j, sums):

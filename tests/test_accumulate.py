@@ -172,4 +172,5 @@ def test_whole_rows_masked_by_numbers():
             return jnp.sum(attention(x, x, v, bias, implementation="xla"))
 
         # Each row's probabilities sum to one.
-        np.testing.assert_allclose(jnp.sum(jax.grad(call)(x)), 160, rtol=1e-4)
+        rtol = 1e-2 if ON_GPU else 1e-4  # TF32
+        np.testing.assert_allclose(jnp.sum(jax.grad(call)(x)), 160, rtol=rtol)
