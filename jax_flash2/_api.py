@@ -61,7 +61,7 @@ def attention(
       bias: added to the scaled products: any float dtype, broadcasts against
         [*B, N, T, S] ([T, S] for a single head), missing axes on the left. -inf masks.
         To mask, pass `mask` rather than large negative numbers: a row whose scores are
-        all below about -1e5 has inexact gradients, and from -1e7 on none, for the
+        all below about -1e5 may have inexact gradients, and from -1e7 on none, for the
         float32 log-sum-exp that the backward pass works from has no digits left.
         Differentiable; its gradient is summed inside the kernels, in memory of its own
         size (one for each element of an axis that `jax.vmap` maps).
@@ -109,7 +109,7 @@ def attention(
       implementation: "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
         any platform), "reference" (quadratic memory, for tests), or None: the first
         of "triton" and "xla" that serves the call. A name never falls back.
-      config: block sizes of the kernels, or interpreted kernels: see `Config`.
+      config: block sizes, or interpreted kernels: see `Config`.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

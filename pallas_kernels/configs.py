@@ -74,6 +74,9 @@ class Blocks:
 class Config:
     """Configuration of the kernels of one call; None leaves a part to the library.
 
+    The "xla" backend takes the numbers of rows and keys of `forward` and, for the
+    backward, of `dkv`.
+
     Attributes:
       forward: blocks of the forward kernel.
       dkv: blocks of the kernels for the gradients of key and value.
