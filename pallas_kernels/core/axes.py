@@ -126,10 +126,6 @@ def is_mapped(name: str | None) -> bool:
     return name is not None and name.startswith("v")
 
 
-def _without(axes: Axes, *names: str) -> Axes:
-    return tuple(a for a in axes if a not in names)
-
-
 def summed_to(x: Named, axes: Axes) -> jax.Array:
     """The sum over the axes of `x` that `axes` lacks, as an array with `axes`."""
     x = x.squeezed()
