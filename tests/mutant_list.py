@@ -277,7 +277,7 @@ MUTANTS = [
             "a shared bias's gradient summed over a map",
             "a not in operand.axes and not is_mapped(a)",
             "a not in operand.axes",
-            "tests/test_transforms.py -k 'learnt_operands and xla and query'",
+            "tests/test_transforms.py -k 'learnt_operands and triton and query'",
         ),
     ),
     *of(
