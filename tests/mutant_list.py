@@ -273,12 +273,6 @@ MUTANTS = [
     ),
     *of(
         "pallas_kernels/core/axes.py",
-        (
-            "a shared bias's gradient summed over a map",
-            "a not in operand.axes and not is_mapped(a)",
-            "a not in operand.axes",
-            "tests/test_transforms.py -k 'learnt_operands and triton and query'",
-        ),
     ),
     *of(
         "jax_flash2/_operation.py",

@@ -142,7 +142,7 @@ def operand_sum(
     only one of them it is made for every batch entry and head, and summed afterwards.
 
     Args:
-      operand: the operand.
+      operand: the operand, or its gradient: with the axes that `jax.vmap` maps over.
       names: the axes of batch and heads.
 
     Returns:
@@ -151,7 +151,7 @@ def operand_sum(
     rows = tuple(name for name in ("t", "s") if name in operand.axes) or ("t",)
     if len(rows) == 1:
         return rows, ()
-    looped = (a for a in names if a not in operand.axes and not is_mapped(a))
+    looped = (a for a in names if a not in operand.axes)
     return rows, tuple(looped)
 
 
