@@ -272,9 +272,6 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/core/axes.py",
-    ),
-    *of(
         "jax_flash2/_operation.py",
         (
             "a third map takes a used name",
