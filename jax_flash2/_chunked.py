@@ -10,7 +10,7 @@ and a second loop without them would double a program and the time to compile it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
+from pallas_kernels.core import mask as mask_lib
 from pallas_kernels.core.axes import (
     Axes,
     Heads,
@@ -40,7 +41,11 @@ from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 _ROWS = 256
 _PAIRS = _ROWS**2
 
+# Numbers of blocks are not below 0: JAX need not look.
+_COUNTED = {"allow_negative_indices": False}
+
 Names = tuple[str, ...]
+Starts = Mapping[str, Any]  # the first row of `t` and of `s` of a block
 
 
 def unsupported(**facts) -> str | None:
@@ -127,10 +132,12 @@ class _Plan:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
-        x = self.heads.split(x).squeezed()
+        x = x.squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
         own = (*head, row) if rows_last else (row, *head)
-        x = x.ordered((*(a for a in self.axes() if a in x.axes), *own))
+        # Heads are split last, so that XLA sees one change of order.
+        lead = (a for a in (*self.batch, "n", "k") if a in x.axes)
+        x = self.heads.split(x.ordered((*lead, *own)))
         size = self.size[row]
         scalars = self.scalars(spec, self.axes())
         limit = scalars.q_limit(size) if row == "t" else scalars.kv_limit(size)
@@ -147,40 +154,35 @@ class _Plan:
         """The spec with heads split, and with rows in whole blocks."""
         return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
-    def at(self, x: Named, **places) -> Named:
-        """The blocks of `t` and `s` at these numbers."""
+    def at(self, x: Named, starts: Starts) -> Named:
+        """The block of it that starts there."""
         value = x.value
-        for axis, name in enumerate(x.axes):
-            if name in places and self.count(name) > 1:
-                start = places[name] * self.block[name]
-                value = lax.dynamic_slice_in_dim(value, start, self.block[name], axis)
+        for axis, name in enumerate(map(str, x.axes)):
+            if name in starts and self.count(name) > 1:
+                start, size = starts[name], self.block[name]
+                value = lax.dynamic_slice_in_dim(value, start, size, axis, **_COUNTED)
         return Named(value, x.axes)
 
-    def put(self, whole: Named, x: jax.Array, **places) -> jax.Array:
-        """`whole` with x in place of the blocks at these numbers."""
-        if not any(a in places and self.count(str(a)) > 1 for a in whole.axes):
+    def put(self, whole: Named, x: jax.Array, starts: Starts) -> jax.Array:
+        """`whole` with x in place of the block that starts there."""
+        names = list(map(str, whole.axes))
+        if not any(a in starts and self.count(a) > 1 for a in names):
             return x
-        starts = [
-            jnp.int32(places[a] * self.block[a] if a in places else 0)
-            for a in map(str, whole.axes)
-        ]
-        return lax.dynamic_update_slice(whole.value, x, starts)
+        first = [starts.get(a, np.int32(0)) for a in names]
+        return lax.dynamic_update_slice(whole.value, x, first, **_COUNTED)
 
     def zeros(self, axes: Names, dtype) -> jax.Array:
         """An array of whole blocks."""
         rows = {name: self.count(name) * self.block[name] for name in ("t", "s")}
         return jnp.zeros([{**self.size, **rows}[a] for a in axes], dtype)
 
-    def pairs(self, fields: AttentionSpec, i, j) -> Pairs:
-        """Query block i against key block j."""
+    def pairs(self, fields: AttentionSpec, starts: Starts) -> Pairs:
+        """The block of pairs that starts there."""
         axes = self.axes("t", "s")
-        spec = jax.tree.map(lambda x: self.at(x, t=i, s=j).to(axes), fields)
+        spec = jax.tree.map(lambda x: self.at(x, starts).to(axes), fields)
         if self.size["s"] % self.block["s"]:
             spec = spec.with_end(self.size["s"])
-        rows = {
-            name: (place * self.block[name], self.block[name])
-            for name, place in (("t", i), ("s", j))
-        }
+        rows = {name: (start, self.block[name]) for name, start in starts.items()}
         return Pairs(spec, rows, precision=self.precision)
 
     def product(self, a: Named, b: Named, axes: Axes) -> jax.Array:
@@ -202,13 +204,17 @@ class _Plan:
         ).squeezed()
 
     def visit_pairs(self, spec: AttentionSpec, visit: Callable, state):
-        """Runs `state = visit(i, j, state)` over the pairs of blocks that are needed.
+        """Runs `state = visit(starts, state)` over the pairs of blocks that are needed.
 
         In one order: by query block, and for each by key block.
         """
         count_q, count_kv = self.count("t"), self.count("s")
         if count_q == count_kv == 1:
-            return visit(0, 0, state)
+            return visit({"t": 0, "s": 0}, state)
+
+        def visit_at(i, j, state):
+            return visit({"t": i * self.block["t"], "s": j * self.block["s"]}, state)
+
         t, s = self.size["t"], self.size["s"]
         spec = spec.with_table("j", self.block["t"], self.block["s"], t, s)
         axes = (*self.batch, "n", "i")
@@ -223,30 +229,34 @@ class _Plan:
             def at(number, state):
                 number = jnp.int32(number)
                 i = lax.div(number, jnp.int32(count))
-                return visit(i, first + number - i * count, state)
+                return visit_at(i, first + number - i * count, state)
 
             # Of static bounds `fori_loop` makes an int64 under x64.
             visits = np.int32(count_q * count)
             return lax.fori_loop(np.int32(0), visits, at, state)
 
         def of_all(x, reduce):
-            """Over all of the batch, for each query block."""
-            if not isinstance(x, int):
-                x = reduce(x, axis=tuple(range(x.ndim - 1)))
-            return jnp.broadcast_to(jnp.int32(x), lo.shape)
+            """Over all of the batch, for each query block or for all alike."""
+            return x if isinstance(x, int) else reduce(x, tuple(range(x.ndim - 1)))
 
         # A query block that needs nothing visits one block in vain.
-        first = jnp.minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
+        first = mask_lib.minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
         end = of_all(needed.need_hi, jnp.max)
+
+        def of(bounds, i):
+            if isinstance(bounds, int):
+                return np.int32(bounds)
+            bounds = jnp.broadcast_to(bounds, lo.shape)
+            return lax.dynamic_index_in_dim(bounds, i, keepdims=False, **_COUNTED)
 
         def body(carry):
             i, j, state = carry
-            state = visit(i, j, state)
-            is_last = j + 1 >= end[i]
+            state = visit_at(i, j, state)
+            is_last = j + 1 >= of(end, i)
             i = i + is_last.astype(jnp.int32)
-            return i, jnp.where(is_last, first[i], j + 1), state
+            return i, jnp.where(is_last, of(first, i), j + 1), state
 
-        start = jnp.int32(0), first[0], state
+        start = np.int32(0), of(first, 0), state
         return lax.while_loop(lambda carry: carry[0] < count_q, body, start)[-1]
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
@@ -265,22 +275,22 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
-    state_axes = rows, (*rows, "part"), columns
+    state_axes = rows, rows, columns
 
-    def visit(i, j, state):
+    def visit(starts, state):
         whole = list(map(Named, state, state_axes))
-        q_block, k_block, v_block = plan.at(q, t=i), plan.at(k, s=j), plan.at(v, s=j)
-        pairs = plan.pairs(fields, i, j)
+        q_block, k_block, v_block = (plan.at(x, starts) for x in (q, k, v))
+        pairs = plan.pairs(fields, starts)
         qk = plan.product(q_block, k_block, pair_axes)
 
         def product(p):
             p = plan.named(pairs.drop(p).astype(v.dtype))
             return plan.product(p, v_block, columns)
 
-        old = flash2.State(*(plan.at(x, t=i).value for x in whole))
+        old = flash2.State(*(plan.at(x, starts).value for x in whole))
         new = flash2.step(old, pairs.scores_of(qk, q.dtype), product)
         return flash2.State(
-            *(plan.put(x, y, t=i) for x, y in zip(whole, new, strict=True))
+            *(plan.put(x, y, starts) for x, y in zip(whole, new, strict=True))
         )
 
     shape = plan.zeros(rows, outputs[1].dtype).shape
@@ -291,18 +301,29 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     return list(map(plan.result, found, (columns, rows), outputs))
 
 
+def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
+    """Of all rows (`flash2.delta`)."""
+    names = dict.fromkeys(a for x in (o, do, lse, dlse) for a in x.axes if a)
+    axes = tuple(name for name in names if name != "d")
+    columns = (*axes, "d")
+    value = flash2.delta(o.to(columns), lse.to(axes), do.to(columns), dlse.to(axes))
+    return Named.broadcast(value, axes)
+
+
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and the spec's operands from o, lse, do and dlse."""
     blocks = None if config is None else config.dkv
     plan = _Plan.of([q, k, v, *jax.tree.leaves(spec), *saved], blocks, precision)
-    rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
+    rows, pair_axes = (plan.axes(*x) for x in ("t", ("t", "s")))
     o, lse, do, dlse = saved
-    # Left operands of products whose sum is over rows.
-    q_last, do_last = (plan.rows(x, spec, rows_last=True) for x in (q, do))
-    q, k, v, o, do, dlse = (plan.rows(x, spec) for x in (q, k, v, o, do, dlse))
+    # Left operands of products whose sum is over rows: XLA's fast products take no
+    # transposed one. In a loop each block is transposed instead, in a smaller program.
+    is_one = plan.count("t") == 1
+    q_last, do_last = (plan.rows(x, spec, rows_last=is_one) for x in (q, do))
+    # In the caller's order of axes: o has no other use.
+    delta = plan.rows(_delta(o, lse, do, dlse), spec)
+    q, k, v, do, dlse = (plan.rows(x, spec) for x in (q, k, v, do, dlse))
     lse = plan.rows(lse, spec, flash2.PADDING_LSE)
-    delta = flash2.delta(o.to(columns), lse.to(rows), do.to(columns), dlse.to(rows))
-    delta = Named(delta, rows)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)
     fields = plan.fields(spec)
     sink = None if spec.sink is None else plan.heads.split(spec.sink)
@@ -316,30 +337,29 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         axes = plan.heads.split_axes(out.axes)
         own[name] = tuple(a for a in axes if a is not None)
 
-    def probabilities(scores, i):
+    def probabilities(scores, starts):
         if plan.count("s") == 1:
             return flash2.softmax(scores, None if sink is None else sink.to(rows))
-        return flash2.probabilities(scores, plan.at(lse_log2, t=i).value[..., None])
+        return flash2.probabilities(scores, plan.at(lse_log2, starts).value[..., None])
 
-    def delta_of(pairs, p, dp, i):
+    def delta_of(pairs, p, dp, starts):
         if plan.count("s") == 1:  # fewer terms, if there are fewer keys than columns
             total = jnp.sum(p * pairs.drop(dp), -1) * spec.dropout_scale
-            of_lse, kept = (plan.at(x, t=i).to(rows) for x in (dlse, lse))
+            of_lse, kept = (plan.at(x, starts).to(rows) for x in (dlse, lse))
             return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)[..., None]
-        return plan.at(delta, t=i).value[..., None]
+        return plan.at(delta, starts).to(rows)[..., None]
 
-    def visit(i, j, sums):
-        q_block, q_left, do_block, do_left = (
-            plan.at(x, t=i) for x in (q, q_last, do, do_last)
+    def visit(starts, sums):
+        q_block, q_left, do_block, do_left, k_block, v_block = (
+            plan.at(x, starts) for x in (q, q_last, do, do_last, k, v)
         )
-        k_block, v_block = (plan.at(x, s=j) for x in (k, v))
-        pairs = plan.pairs(fields, i, j)
+        pairs = plan.pairs(fields, starts)
         qk = plan.product(q_block, k_block, pair_axes)
         scores = pairs.scores_of(qk, q.dtype)
-        p = probabilities(scores, i)
+        p = probabilities(scores, starts)
         dropped = plan.named(pairs.drop(p).astype(do.dtype))
         dp = plan.product(do_block, v_block, pair_axes)
-        dz = pairs.score_gradient(p, scores, dp, delta_of(pairs, p, dp, i))
+        dz = pairs.score_gradient(p, scores, dp, delta_of(pairs, p, dp, starts))
         more = {
             name: summed_to(plan.named(pairs.operand_gradient(name, dz, qk)), own[name])
             for name in spec.score.operands
@@ -351,8 +371,8 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         added = {}
         for name, axes in own.items():
             total = Named(sums[name], axes)
-            new = plan.at(total, t=i, s=j).value + more[name]
-            added[name] = plan.put(total, new, t=i, s=j)
+            new = plan.at(total, starts).value + more[name]
+            added[name] = plan.put(total, new, starts)
         return added
 
     sums = {name: plan.zeros(axes, lse.dtype) for name, axes in own.items()}

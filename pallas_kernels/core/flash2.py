@@ -61,24 +61,29 @@ class State(NamedTuple):
     """What a block of query rows carries along the keys."""
 
     m: jax.Array  # [rows], in units of log2; -inf where nothing has been kept
-    l: jax.Array  # [rows, parts]: a row's sum, in parts
+    l: jax.Array  # [rows], or [rows, parts]: a row's sum, or parts of it
     acc: jax.Array  # [rows, value head size]
+
+    @property
+    def total(self) -> jax.Array:
+        """[rows], the whole of l."""
+        return self.l if self.l.ndim == self.m.ndim else jnp.sum(self.l, axis=-1)
 
 
 def init(
-    rows: Sequence[int], head_size: int, parts: int = 1, dtype=jnp.float32
+    rows: Sequence[int], head_size: int, parts: int | None = None, dtype=jnp.float32
 ) -> State:
     """The state before any key has been seen.
 
     Args:
       rows: number of rows, after the sizes of any axes before them.
-      parts: of a row's sum, a divisor of the number of keys in a block. A part is the
-        sum of every `parts`th key: where that is how keys are dealt to the lanes of a
-        warp, no lane waits for another before the sum is wanted.
+      parts: of a row's sum, a divisor of the number of keys in a block; None for the
+        sum itself. A part is the sum of every `parts`th key: where that is how keys are
+        dealt to the lanes of a warp, no lane waits for another before it is wanted.
     """
     m = jnp.full((*rows,), -jnp.inf, dtype)
-    l, acc = (jnp.zeros((*rows, size), dtype) for size in (parts, head_size))
-    return State(m, l, acc)
+    l = jnp.zeros((*rows,) if parts is None else (*rows, parts), dtype)
+    return State(m, l, jnp.zeros((*rows, head_size), dtype))
 
 
 def step(
@@ -108,8 +113,9 @@ def step(
     # From the block's own maximum first: that is exactly 0 there, however large it is.
     shift = _finite(top) - _finite(here)
     p = arithmetic.exp2(x - _finite(largest)[..., None], scale, shift[..., None])
-    alpha = alpha[..., None]
-    return _add(State(top, l * alpha, acc * alpha), p, product)
+    of_row = alpha[..., None]
+    l = l * (alpha if l.ndim == m.ndim else of_row)
+    return _add(State(top, l, acc * of_row), p, product)
 
 
 def accumulate(
@@ -129,8 +135,11 @@ def accumulate(
 
 def _add(state: State, p: jax.Array, product: Callable) -> State:
     m, l, acc = state
-    *rows, parts = l.shape
-    sums = jnp.sum(p.reshape(*rows, -1, parts), axis=-2)
+    if l.ndim == m.ndim:
+        sums = jnp.sum(p, axis=-1)
+    else:
+        *rows, parts = l.shape
+        sums = jnp.sum(p.reshape(*rows, -1, parts), axis=-2)
     return State(m, l + sums, acc + product(p))
 
 
@@ -146,7 +155,7 @@ def in_range(state: State, dtype) -> jax.Array:
     narrow = largest < 2.0**30
     m = jnp.abs(state.m if narrow else _finite(state.m))
     limit = largest / 2 if narrow else 2.0**30
-    l = jnp.sum(state.l, axis=-1)
+    l = state.total
     return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
 
 
@@ -164,8 +173,7 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
       state: after the last block.
       sink: a logit that joins every row's softmax, without a value; or None.
     """
-    m, l, acc = state
-    m, l = _finite(m), jnp.sum(l, axis=-1)
+    m, l, acc = _finite(state.m), state.total, state.acc
     empty = l == 0.0
     if sink is not None:
         sink = sink.astype(m.dtype) * LOG2_E
