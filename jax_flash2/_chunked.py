@@ -307,7 +307,7 @@ def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
     axes = tuple(name for name in names if name != "d")
     columns = (*axes, "d")
     value = flash2.delta(o.to(columns), lse.to(axes), do.to(columns), dlse.to(axes))
-    return Named.broadcast(value, axes)
+    return Named(value, axes)
 
 
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
