@@ -32,7 +32,7 @@ from pallas_kernels.core.axes import (
     summed_to,
 )
 from pallas_kernels.core.dropout import GROUP
-from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
 # Most query rows and most pairs of a block. On 2 CPU cores, float32, B 1, N 4, H 64,
@@ -216,7 +216,7 @@ class _Plan:
             return visit({"t": i * self.block["t"], "s": j * self.block["s"]}, state)
 
         t, s = self.size["t"], self.size["s"]
-        spec = spec.with_table("j", self.block["t"], self.block["s"], t, s)
+        spec = spec.with_table("s", self.block["t"], self.block["s"], t, s)
         axes = (*self.batch, "n", "i")
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
         lo = jnp.arange(count_q, dtype=jnp.int32) * self.block["t"]
@@ -337,17 +337,19 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         axes = plan.heads.split_axes(out.axes)
         own[name] = tuple(a for a in axes if a is not None)
 
-    def probabilities(scores, starts):
+    def recompute(pairs, scores, starts):
         if plan.count("s") == 1:
-            return flash2.softmax(scores, None if sink is None else sink.to(rows))
-        return flash2.probabilities(scores, plan.at(lse_log2, starts).value[..., None])
+            p = flash2.softmax(scores, None if sink is None else sink.to(rows))
+            return Recomputed(pairs, scores, p)
+        lse_block = plan.at(lse_log2, starts).value
+        return pairs.recompute(scores, pairs.along(lse_block, "t"))
 
-    def delta_of(pairs, p, dp, starts):
+    def delta_of(again, dp, starts):
         if plan.count("s") == 1:  # fewer terms, if there are fewer keys than columns
-            total = jnp.sum(p * pairs.drop(dp), -1) * spec.dropout_scale
+            total = jnp.sum(again.p * again.pairs.drop(dp), -1) * spec.dropout_scale
             of_lse, kept = (plan.at(x, starts).to(rows) for x in (dlse, lse))
-            return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)[..., None]
-        return plan.at(delta, starts).to(rows)[..., None]
+            return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)
+        return plan.at(delta, starts).to(rows)
 
     def visit(starts, sums):
         q_block, q_left, do_block, do_left, k_block, v_block = (
@@ -355,11 +357,10 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         )
         pairs = plan.pairs(fields, starts)
         qk = plan.product(q_block, k_block, pair_axes)
-        scores = pairs.scores_of(qk, q.dtype)
-        p = probabilities(scores, starts)
-        dropped = plan.named(pairs.drop(p).astype(do.dtype))
+        again = recompute(pairs, pairs.scores_of(qk, q.dtype), starts)
+        dropped = plan.named(again.dropped.astype(do.dtype))
         dp = plan.product(do_block, v_block, pair_axes)
-        dz = pairs.score_gradient(p, scores, dp, delta_of(pairs, p, dp, starts))
+        dz = again.dz(dp, pairs.along(delta_of(again, dp, starts), "t"))
         more = {
             name: summed_to(plan.named(pairs.operand_gradient(name, dz, qk)), own[name])
             for name in spec.score.operands

@@ -26,11 +26,11 @@ def drawing(text: str) -> list[list[str]]:
     return [row.split() for row in text.strip().splitlines()]
 
 
-def drawn(atoms, t: int, s: int, along: str, offset: int = 0) -> list[list[str]]:
-    """The blocks of a loop over blocks of keys (`along` "j") or of queries ("i")."""
+def drawn(atoms, t: int, s: int, looped: str, offset: int = 0) -> list[list[str]]:
+    """The blocks of a loop over blocks of keys (`looped` "s") or of queries ("t")."""
     spec = AttentionSpec(Score(1.0), tuple(atoms), offset)
-    spec = spec.with_table(along, BLOCK, BLOCK, t, s)
-    own, other = (t, s) if along == "j" else (s, t)
+    spec = spec.with_table(looped, BLOCK, BLOCK, t, s)
+    own, other = (t, s) if looped == "s" else (s, t)
     lines = []
     for index in range(-(-own // BLOCK)):
         here = spec.for_ranges()
@@ -38,7 +38,7 @@ def drawn(atoms, t: int, s: int, along: str, offset: int = 0) -> list[list[str]]
             at = [x.value[index if x.axes[-1] else 0] for x in here.table]
             here = AttentionSpec(here.score, here.masks, offset, table=Range(*at))
         lo, hi = index * BLOCK, min((index + 1) * BLOCK, own)
-        blocks = here.kv_blocks if along == "j" else here.q_blocks
+        blocks = here.kv_blocks if looped == "s" else here.q_blocks
         need_lo, full_lo, full_hi, need_hi = map(int, blocks(lo, hi, other, BLOCK))
         line = []
         for block in range(-(-other // BLOCK)):
@@ -46,7 +46,7 @@ def drawn(atoms, t: int, s: int, along: str, offset: int = 0) -> list[list[str]]
             full = full_lo <= block < full_hi
             line.append("#" if full else "+" if visited else ".")
         lines.append(line)
-    return lines if along == "j" else [list(line) for line in zip(*lines, strict=True)]
+    return lines if looped == "s" else [list(line) for line in zip(*lines, strict=True)]
 
 
 def _segments(query, key_value) -> SegmentIds:
@@ -150,17 +150,17 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("along", ["j", "i"])
+@pytest.mark.parametrize("looped", ["s", "t"])
 @pytest.mark.parametrize("name", DRAWN)
-def test_visited_blocks(name, along):
+def test_visited_blocks(name, looped):
     atoms, t, s, offset, keys, queries = DRAWN[name]
-    expected = drawing(queries if along == "i" and queries else keys)
-    assert drawn(atoms, t, s, along, offset) == expected
+    expected = drawing(queries if looped == "t" and queries else keys)
+    assert drawn(atoms, t, s, looped, offset) == expected
 
 
-@pytest.mark.parametrize("along", ["j", "i"])
+@pytest.mark.parametrize("looped", ["s", "t"])
 @pytest.mark.parametrize("name", [x for x in DRAWN if "length" in x])
-def test_visited_blocks_of_traced_lengths(name, along):
+def test_visited_blocks_of_traced_lengths(name, looped):
     """Of arrays, as in a kernel, what Python integers give."""
     atoms, t, s, offset, keys, _ = DRAWN[name]
     atoms = [
@@ -169,7 +169,7 @@ def test_visited_blocks_of_traced_lengths(name, along):
         else a
         for a in atoms
     ]
-    assert drawn(atoms, t, s, along, offset) == drawing(keys)
+    assert drawn(atoms, t, s, looped, offset) == drawing(keys)
 
 
 @pytest.mark.parametrize(

@@ -233,11 +233,11 @@ def _check_soundness(made, block_q, block_kv):
 
         return None if table is None else Range(*map(at, table))
 
-    for rows, size, block, other, other_block, method, along in (
-        (dense, t, block_q, s, block_kv, "kv_blocks", "j"),
-        (dense.T, s, block_kv, t, block_q, "q_blocks", "i"),
+    for rows, size, block, other, other_block, method, looped in (
+        (dense, t, block_q, s, block_kv, "kv_blocks", "s"),
+        (dense.T, s, block_kv, t, block_q, "q_blocks", "t"),
     ):
-        tabled = spec.with_table(along, block_q, block_kv, t, s)
+        tabled = spec.with_table(looped, block_q, block_kv, t, s)
         for index in range(-(-size // block)):
             lo, hi = index * block, min((index + 1) * block, size)
             table = table_at(tabled.table, index)
@@ -245,6 +245,10 @@ def _check_soundness(made, block_q, block_kv):
             found = getattr(at, method)(lo, hi, other, other_block)
             need_lo, full_lo, full_hi, need_hi = map(int, found)
             assert 0 <= need_lo <= full_lo <= full_hi <= need_hi
+            walked = [tuple(map(int, found.at(n))) for n in range(int(found.count))]
+            edges = (*range(need_lo, full_lo), *range(full_hi, need_hi))
+            full = [(0, n) for n in range(full_lo, full_hi)]
+            assert walked == [*((1, n) for n in edges), *full]
             kept = rows[lo:hi]
             assert not kept[:, : need_lo * other_block].any()
             assert not kept[:, need_hi * other_block :].any()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def wide_product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,6 +32,27 @@ def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
     return jnp.where(bits < jnp.uint32(limit), x, 0.0)
 
 
+def along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """A vector along one axis of a block, so that it broadcasts against the block.
+
+    Args:
+      x: the vector, after the axes of batch and heads if there are any.
+      axis: of the block: -2 for its rows, -1 for its columns.
+      shape: of the block, for a backend whose operands must have equal shapes.
+    """
+    del shape
+    return jnp.expand_dims(x, -3 - axis)
+
+
+def numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
+    """int32 numbers from `start` on along one axis of a block of this shape.
+
+    Args:
+      axis: 0 or 1.
+    """
+    return jnp.expand_dims(start + lax.iota(jnp.int32, shape[axis]), 1 - axis)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How a backend computes; by default, as JAX does.
@@ -40,12 +62,19 @@ class Arithmetic:
       where_below: a choice of elements by random bits.
       tanh: the hyperbolic tangent, as accurate as the scores it is taken of.
       wide_product: upper and lower half of a product of uint32.
+      along: a vector against a block.
+      numbers: row numbers against a block.
+      bits: of dropout, with the arguments of `Dropout.bits` but the last after the
+        dropout itself; None for that method.
     """
 
     exp2: Callable = exp2
     where_below: Callable = where_below
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product
+    along: Callable = along
+    numbers: Callable = numbers
+    bits: Callable | None = None
 
 
 PLAIN = Arithmetic()

@@ -100,7 +100,22 @@ def step(
       product: the matrix product `p -> p @ v` with this block's values.
       arithmetic: the backend's.
     """
-    m, l, acc = state
+    top, alpha, p = update(state.m, scores, arithmetic)
+    of_row = arithmetic.along(alpha, -2, state.acc.shape)
+    l = state.l * (alpha if state.l.ndim == alpha.ndim else of_row)
+    acc = state.acc * of_row
+    return State(top, add_row_sums(l, p), acc + product(p))
+
+
+def update(
+    m: jax.Array, scores: Scores, arithmetic: Arithmetic = PLAIN
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The part of `step` before the product, for a kernel that issues that elsewhere.
+
+    Returns:
+      The new running maximum [rows]; what l and acc so far are multiplied by [rows]; p,
+      exp(score - maximum) [rows, keys].
+    """
     x, unit, row = scores
     scale = unit * LOG2_E
     largest = jnp.max(x, axis=-1)
@@ -112,10 +127,9 @@ def step(
     alpha = arithmetic.exp2(m, 1.0, _finite(top))
     # From the block's own maximum first: that is exactly 0 there, however large it is.
     shift = _finite(top) - _finite(here)
-    p = arithmetic.exp2(x - _finite(largest)[..., None], scale, shift[..., None])
-    of_row = alpha[..., None]
-    l = l * (alpha if l.ndim == m.ndim else of_row)
-    return _add(State(top, l, acc * of_row), p, product)
+    x = x - arithmetic.along(_finite(largest), -2, x.shape)
+    p = arithmetic.exp2(x, scale, arithmetic.along(shift, -2, x.shape))
+    return top, alpha, p
 
 
 def accumulate(
@@ -129,18 +143,18 @@ def accumulate(
     As exact where `in_range` holds after the last block. No step may follow: it would
     not know that an m of -inf stood for 0.
     """
-    p = probabilities(scores, _finite(state.m)[..., None], arithmetic)
-    return _add(state, p, product)
-
-
-def _add(state: State, p: jax.Array, product: Callable) -> State:
     m, l, acc = state
-    if l.ndim == m.ndim:
-        sums = jnp.sum(p, axis=-1)
-    else:
-        *rows, parts = l.shape
-        sums = jnp.sum(p.reshape(*rows, -1, parts), axis=-2)
-    return State(m, l + sums, acc + product(p))
+    shift = arithmetic.along(_finite(m), -2, scores.x.shape)
+    p = probabilities(scores, shift, arithmetic)
+    return State(m, add_row_sums(l, p), acc + product(p))
+
+
+def add_row_sums(l: jax.Array, p: jax.Array) -> jax.Array:
+    """l of a state with the sums of the rows of p."""
+    if l.ndim < p.ndim:
+        return l + jnp.sum(p, axis=-1)
+    *rows, parts = l.shape
+    return l + jnp.sum(p.reshape(*rows, -1, parts), axis=-2)
 
 
 def in_range(state: State, dtype) -> jax.Array:
@@ -164,7 +178,9 @@ def _finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
+def finish(
+    state: State, sink=None, arithmetic: Arithmetic = PLAIN
+) -> tuple[jax.Array, jax.Array]:
     """Output [rows, value head size] and log-sum-exp [rows] (natural logarithm).
 
     A row that kept nothing has output 0 and log-sum-exp -inf.
@@ -172,6 +188,7 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
     Args:
       state: after the last block.
       sink: a logit that joins every row's softmax, without a value; or None.
+      arithmetic: the backend's.
     """
     m, l, acc = _finite(state.m), state.total, state.acc
     empty = l == 0.0
@@ -181,10 +198,37 @@ def finish(state: State, sink=None) -> tuple[jax.Array, jax.Array]:
         shift = jnp.where(empty, 0.0, joint)
         alpha = jnp.exp2(m - shift)
         l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
-        m, acc = jnp.where(empty, m, joint), acc * alpha[..., None]
+        m = jnp.where(empty, m, joint)
+        acc = acc * arithmetic.along(alpha, -2, acc.shape)
     l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
     lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-    return acc * (1.0 / l)[..., None], lse
+    return acc * arithmetic.along(1.0 / l, -2, acc.shape), lse
+
+
+def merge(o: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result of whole rows from results over disjoint sets of keys.
+
+    With lse the log-sum-exp of all of them, o = sum(exp(lse_i - lse) * o_i): as exact
+    as one pass over the keys, whatever their order and wherever they were computed
+    (Flash-Decoding; ring attention). A row of which no part kept a key is 0 and -inf.
+
+    Args:
+      o: [parts, *rows, value head size], outputs in float32, or wider.
+      lse: [parts, *rows], log-sum-exps (natural logarithm). If there is a sink, only
+        one part may have taken it in.
+
+    Returns:
+      o [*rows, value head size] and lse [*rows].
+    """
+    m = _finite(jnp.max(lse, axis=0))
+    weight = jnp.exp(lse - m)
+    total = jnp.sum(weight, axis=0)
+    empty = total == 0.0
+    inverse = 1.0 / jnp.where(empty, 1.0, total)
+    # An empty part may hold anything.
+    parts = jnp.where(weight[..., None] == 0.0, 0.0, o) * weight[..., None]
+    merged = jnp.sum(parts, axis=0) * inverse[..., None]
+    return merged, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1.0, total)))
 
 
 def softmax(scores: Scores, sink=None, arithmetic: Arithmetic = PLAIN) -> jax.Array:

@@ -1,6 +1,7 @@
 """Mask atoms: which (query, key) pairs are kept, and which blocks that implies.
 
-An atom answers two questions, and a mask is the AND of its atoms.
+An atom answers two questions, and a mask is the AND of its atoms. What else a caller
+must know of it, it says itself (`Traits`).
 
 - `keep(q, kv, q_pos)` is pointwise: row numbers `q` and `kv` that broadcast against
   each other (and positions `q_pos = q + offset`) give a boolean array. The same line
@@ -48,7 +49,10 @@ def maximum(a, b):
 
 def _div(a, b: int):
     """a // b for a >= 0: one division in a kernel, where `//` would be many steps."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.full_like(a, b))
+    if isinstance(a, int):
+        return a // b
+    # Mosaic GPU lowers no `full_like` of a scalar.
+    return lax.div(a, jnp.int32(b) if a.ndim == 0 else jnp.full_like(a, b))
 
 
 class Range(NamedTuple):
@@ -102,13 +106,38 @@ class Range(NamedTuple):
             return _loop(self.full_hi, self.need_hi, edge, state)
         if _same(self.full_hi, self.need_hi):
             return _loop(self.need_lo, self.full_lo, edge, state)
+        count, place = self._edges()
+        return _loop(0, count, lambda i, state: edge(place(i), state), state)
+
+    @property
+    def count(self):
+        """Number of blocks in `need`."""
+        return self.need_hi - self.need_lo
+
+    def _edges(self) -> tuple[Any, Callable]:
+        """How many blocks are in `need` and not in `full`; the place of each number."""
         before, skipped = self.full_lo - self.need_lo, self.full_hi - self.full_lo
 
-        def at_edge(i, state):
-            beyond = jnp.asarray(i >= before, jnp.int32)
-            return edge(self.need_lo + i + beyond * skipped, state)
+        def place(index):
+            beyond = jnp.asarray(index >= before, jnp.int32)
+            return self.need_lo + index + beyond * skipped
 
-        return _loop(0, self.need_hi - self.need_lo - skipped, at_edge, state)
+        return self.need_hi - self.need_lo - skipped, place
+
+    def at(self, index) -> tuple[Any, Any]:
+        """Number `index` of the `count` blocks: first the edges, then the full ones.
+
+        For loops that do not run here: a warp that loads blocks for others walks them
+        with a counter, in the order in which the forward kernel folds them.
+
+        Returns:
+          Whether pairs may be masked, and the block.
+        """
+        edges, place = self._edges()
+        full = jnp.asarray(index >= edges, jnp.int32)
+        edge = place(index)
+        # Arithmetic instead of `where`, as in `_when`.
+        return index < edges, edge + full * (self.full_lo + index - edges - edge)
 
     @property
     def any_full(self):
@@ -174,8 +203,24 @@ def _dataclass(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()):
     return register
 
 
+class Traits:
+    """What a call must know of an atom beside its pairs and ranges.
+
+    Attributes:
+      positional: whether it asks where queries stand (`q_pos`).
+      later_rows_see_more: whether later query rows look at more keys, so that they
+        should start first.
+      is_sparse: whether most queries look at few of the keys, as far as one can know
+        without data.
+    """
+
+    positional = False
+    later_rows_see_more = False
+    is_sparse = False
+
+
 @_dataclass(meta=("left", "right"))
-class Window:
+class Window(Traits):
     """Keeps keys from `left` positions before the query to `right` after it, inclusive.
 
     `None` is unbounded on that side; `Window(None, 0)` is causal. Window(1, 0):
@@ -188,6 +233,11 @@ class Window:
 
     left: int | None
     right: int | None
+    positional = True
+
+    @property
+    def later_rows_see_more(self) -> bool:
+        return self.right is not None
 
     def keep(self, q, kv, q_pos):
         del q
@@ -219,7 +269,7 @@ class Window:
 
 
 @_dataclass(data=("query", "key_value"))
-class Lengths:
+class Lengths(Traits):
     """Keeps pairs whose query row < `query` and key row < `key_value` (None: all).
 
     Both are int32 scalars (one for each batch entry) in [0, size].
@@ -301,7 +351,7 @@ def _reduced(x: Named, function, names: tuple[str, ...]) -> Named:
 
 
 @_dataclass(data=("query", "key_value"))
-class SegmentIds:
+class SegmentIds(Traits):
     """Keeps pairs of equal ids: int32, query [.., T] and key_value [.., S], any order.
 
     Blocks are compared by the smallest and largest id in each: sorted ids skip every
@@ -310,6 +360,7 @@ class SegmentIds:
 
     query: Any
     key_value: Any
+    is_sparse = True  # packed documents are mostly short beside a row of them
 
     def keep(self, q, kv, q_pos):
         del q, kv, q_pos
@@ -331,7 +382,7 @@ class SegmentIds:
 
 
 @_dataclass(data=("mask",))
-class DenseMask:
+class DenseMask(Traits):
     """Keeps the pairs where a boolean array of any broadcast shape is True."""
 
     mask: Any
@@ -356,13 +407,14 @@ Atom = Window | Lengths | SegmentIds | DenseMask
 DataDependent = SegmentIds | DenseMask
 
 
-def block_table(relations: list[Relation], along: str, size: int) -> Range:
-    """The AND of relations as ranges of blocks along `i` or `j`.
+def block_table(relations: list[Relation], looped: str, size: int) -> Range:
+    """The AND of relations as ranges of blocks of queries or of keys.
 
     Args:
       relations: at least one.
-      along: the axis that is looped over; the table keeps the other.
-      size: number of blocks along it.
+      looped: the rows that are looped over, `t` or `s`; the table has an entry for each
+        block of the others.
+      size: number of their blocks.
 
     Returns:
       A `Range` of `Named` int32 arrays with the batch axes of the relations and the
@@ -371,8 +423,8 @@ def block_table(relations: list[Relation], along: str, size: int) -> Range:
     """
     names = (a for r in relations for a in r.some.axes if a not in ("i", "j"))
     batch = tuple(dict.fromkeys(names))
-    other = "j" if along == "i" else "i"
-    axes = (*batch, other, along)
+    other, visited = ("j", "i") if looped == "t" else ("i", "j")
+    axes = (*batch, other, visited)
     some = functools.reduce(operator.and_, (r.some.to(axes) for r in relations))
     every = functools.reduce(operator.and_, (r.all.to(axes) for r in relations))
     shape = (*some.shape[:-1], size)

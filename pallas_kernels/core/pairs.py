@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
@@ -43,11 +42,20 @@ class Pairs:
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the block."""
+        first, second = self.order
+        return self.rows[first][1], self.rows[second][1]
+
     def _numbers(self, name: str, start=None) -> jax.Array:
         """Row numbers of the block, or counted from `start`, against the block."""
-        first, size = self.rows[name]
-        numbers = (first if start is None else start) + lax.iota(jnp.int32, size)
-        return jnp.expand_dims(numbers, 1 - self.order.index(name))
+        first = self.rows[name][0] if start is None else start
+        return self.arithmetic.numbers(first, self.order.index(name), self.shape)
+
+    def along(self, x: jax.Array, name: str) -> jax.Array:
+        """A vector of the rows of `t` or `s`, against the block."""
+        return self.arithmetic.along(x, self.order.index(name) - 2, self.shape)
 
     @functools.cached_property
     def _place(self) -> Place | None:
@@ -65,8 +73,9 @@ class Pairs:
         groups = {
             n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
         }
-        bits = dropout.bits(groups, self.order, self.arithmetic)
-        shape = tuple(self.rows[name][1] for name in self.order)
+        if self.arithmetic.bits is not None:
+            return self.arithmetic.bits(dropout, groups, self.order)
+        bits, shape = dropout.bits(groups, self.order, self.arithmetic), self.shape
         return bits if bits.shape[-2:] == shape else bits[..., : shape[0], : shape[1]]
 
     def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
@@ -100,28 +109,52 @@ class Pairs:
             return p
         return self.arithmetic.where_below(p, self._bits, dropout.limit)
 
-    def score_gradient(
-        self, p: jax.Array, scores: Scores, dp: jax.Array, delta: jax.Array
-    ) -> jax.Array:
-        """dz, the gradient before the soft cap, over `AttentionSpec.dropout_scale`.
+    def recompute(self, scores: Scores, lse_log2: jax.Array) -> Recomputed:
+        """The probabilities of the block, in the backward pass.
 
         Args:
-          p: probabilities.
-          scores: of which they are.
-          dp: the product of do and v.
-          delta: of the query rows.
+          scores: of the block.
+          lse_log2: of the query rows (`flash2.lse_log2`), against the block.
         """
-        if self.spec.dropout is not None:
-            dp, delta = self.drop(dp), delta * (1 / self.spec.dropout_scale)
-        ds = flash2.score_gradient(p, dp, delta)
-        return self.spec.score.gradient(ds, scores.x, self.masked)
+        p = flash2.probabilities(scores, lse_log2, self.arithmetic)
+        return Recomputed(self, scores, p)
 
     def operand_gradient(self, name: str, dz: jax.Array, qk: jax.Array) -> jax.Array:
         """What each pair adds to the gradient of a field of the score.
 
         Args:
           name: of the field.
-          dz: of `score_gradient`.
+          dz: of `Recomputed.dz`.
           qk: products of queries and keys.
         """
         return getattr(self.spec.score.operand_gradients(dz, qk, self._place), name)
+
+
+class Recomputed(NamedTuple):
+    """What the backward pass makes again of a block: p, and from dp the gradient dz.
+
+    The products p^T do, do v^T, dz k and dz^T q are the caller's, who issues each where
+    its hardware wants it.
+    """
+
+    pairs: Pairs
+    scores: Scores
+    p: jax.Array  # probabilities
+
+    @property
+    def dropped(self) -> jax.Array:
+        """p after dropout, over its scale: the left operand of dv."""
+        return self.pairs.drop(self.p)
+
+    def dz(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
+        """The gradient before the soft cap, over `AttentionSpec.dropout_scale`.
+
+        Args:
+          dp: the product of do and v.
+          delta: of the query rows, against the block.
+        """
+        spec = self.pairs.spec
+        if spec.dropout is not None:
+            dp, delta = self.pairs.drop(dp), delta * (1 / spec.dropout_scale)
+        ds = flash2.score_gradient(self.p, dp, delta)
+        return spec.score.gradient(ds, self.scores.x, self.pairs.masked)

@@ -64,6 +64,21 @@ class AttentionSpec:
         return tuple(atom for atom in self.masks if isinstance(atom, Window))
 
     @property
+    def positional(self) -> bool:
+        """Whether anything depends on where queries stand (`offset`)."""
+        return self.score.positional or any(atom.positional for atom in self.masks)
+
+    @property
+    def later_rows_see_more(self) -> bool:
+        """Whether later query rows look at more keys."""
+        return any(atom.later_rows_see_more for atom in self.masks)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether most queries look at few of the keys, for all that is known."""
+        return any(atom.is_sparse for atom in self.masks)
+
+    @property
     def keeps_past_only(self) -> bool:
         """Whether no query looks at a key that stands after it."""
         return any(w.right is not None and w.right <= 0 for w in self._windows)
@@ -143,13 +158,13 @@ class AttentionSpec:
         return blocks if self.table is None else blocks & self.table
 
     def with_table(
-        self, along: str, block_q: int, block_kv: int, q_size: int, kv_size: int
+        self, looped: str, block_q: int, block_kv: int, q_size: int, kv_size: int
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
 
         Args:
-          along: what is looped over, blocks of keys (`j`) or of queries (`i`): then the
-            table is for `kv_blocks`, or for `q_blocks`.
+          looped: the rows that are looped over: of keys (`s`), and the table is for
+            `kv_blocks`, or of queries (`t`), and it is for `q_blocks`.
           block_q, block_kv: block sizes.
           q_size, kv_size: rows.
         """
@@ -160,8 +175,8 @@ class AttentionSpec:
         ]
         if not relations:
             return self
-        blocks = -(-kv_size // block_kv) if along == "j" else -(-q_size // block_q)
-        table = mask_lib.block_table(relations, along, blocks)
+        blocks = -(-kv_size // block_kv) if looped == "s" else -(-q_size // block_q)
+        table = mask_lib.block_table(relations, looped, blocks)
         return dataclasses.replace(self, table=table)
 
 

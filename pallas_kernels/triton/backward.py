@@ -80,17 +80,16 @@ def dkv(
                 q_block = q.load(("t", "h"), here)
                 scores = pairs.scores(q_block, k_block)
                 lse_block = lse_log2.load(("s", "t"), here, padding=flash2.PADDING_LSE)
-                p = flash2.probabilities(scores, lse_block, launch.arithmetic)
+                again = pairs.recompute(scores, lse_block)
                 do_block = do.load(("t", "d"), here)
                 # Before the product for dv, so that it runs beside the exponents.
                 dp = pairs.product(do_block, *v_block) if "dk" in sums else None
                 if "dv" in sums:
-                    dropped = pairs.drop(p).astype(do.dtype)
+                    dropped = again.dropped.astype(do.dtype)
                     sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)
                 if dp is not None:
                     delta_block = delta.load(("s", "t"), here)
-                    dz = pairs.score_gradient(p, scores, dp, delta_block)
-                    dz = dz.astype(q.dtype)
+                    dz = again.dz(dp, delta_block).astype(q.dtype)
                     sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)
                 return sums
 
@@ -162,9 +161,9 @@ def dq(
             k_block = k.load(("s", "h"), here)
             v_block = v.load(("s", "d"), here)
             scores = pairs.scores(q_block, k_block)
-            p = flash2.probabilities(scores, lse_log2[:, None], launch.arithmetic)
+            again = pairs.recompute(scores, pairs.along(lse_log2, "t"))
             dp = pairs.product(do_block, v_block)
-            dz = pairs.score_gradient(p, scores, dp, delta[:, None])
+            dz = again.dz(dp, pairs.along(delta, "t"))
             return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
 
         dq = jnp.zeros((launch.blocks.block_q, where["h"].size), jnp.float32)
@@ -228,10 +227,9 @@ def operand(
                 pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
                 lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
                 qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
-                scores = pairs.scores_of(qk, q.dtype)
-                p = flash2.probabilities(scores, lse_block, launch.arithmetic)
+                again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
                 dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
-                dz = pairs.score_gradient(p, scores, dp, delta.load(("t", "s"), at))
+                dz = again.dz(dp, delta.load(("t", "s"), at))
                 more = Named(pairs.operand_gradient(field, dz, qk), ("t", "s"))
                 return total + summed_to(more, own)
 

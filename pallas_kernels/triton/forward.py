@@ -86,7 +86,7 @@ def forward(
             lambda: kv_blocks.all_edges().fold_edges(visit, nothing),
             lambda: state,
         )
-        o, lse = flash2.finish(state, spec.sink)
+        o, lse = flash2.finish(state, spec.sink, launch.arithmetic)
         values = (o * spec.dropout_scale if spec.dropout else o), lse
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
