@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import math
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash2 import _arguments, _backends, _derivatives, _vjp
 from jax_flash2._operation import Problem
+from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
 from pallas_kernels.core.score import Score
@@ -204,25 +205,21 @@ def attention(
         None if alibi_slopes is None else shape.slopes(alibi_slopes),
         factor,
     )
-    offset = shape.offset(query_offset)
-    if window is None and not score.positional:
-        offset = None  # nothing asks for positions
     spec = AttentionSpec(
         score,
         tuple(masks),
-        offset,
+        shape.offset(query_offset),
         sink=None if sinks is None else shape.sinks(sinks),
         dropout=shape.dropout(dropout_rate, dropout_rng, broadcast_dropout),
     )
-
-    leaves, tree = jax.tree.flatten(spec)
-    operands = [*shape.operands(query, key, value), *leaves]
+    if not spec.positional:
+        spec = dataclasses.replace(spec, offset=None)
+    call = Call(*shape.operands(query, key, value), spec, config, precision)
+    operands = call.operands
     problem = Problem(
         axes=tuple(x.axes for x in operands),
-        spec_tree=tree,
-        backend=_backends.choose(
-            implementation, _facts([x.value for x in operands], config)
-        ),
+        spec_tree=jax.tree.structure(spec),
+        backend=_backends.choose(implementation, call),
         config=config,
         precision=precision,
     )

@@ -325,9 +325,9 @@ def check_bool(name: str, x) -> None:
 
 
 def check_implementation(implementation) -> None:
-    if implementation is not None and implementation not in _backends.NAMES:
+    if implementation is not None and implementation not in _backends.names():
         raise ValueError(
-            f"implementation must be None or one of {_backends.NAMES}, got "
+            f"implementation must be None or one of {_backends.names()}, got "
             f"{implementation!r}"
         )
 

@@ -1,6 +1,6 @@
 """The ordered list of backends, and why each can or cannot serve a call.
 
-A backend is a module with `unsupported(**facts)`, `forward` and `backward`, imported
+A backend is a module with the functions of `pallas_kernels.backend.Backend`, imported
 when a call on its platform first asks for it: a machine without a GPU imports no GPU
 code. A backend that cannot be imported serves no call, and the others go on.
 """
@@ -11,38 +11,51 @@ import contextlib
 import dataclasses
 import importlib
 import warnings
-from types import ModuleType
+from typing import cast
 
 import jax
 
 from pallas_kernels import device
+from pallas_kernels.backend import Backend, Call
 
 
 @dataclasses.dataclass(frozen=True)
-class _Backend:
-    """Where a backend is.
+class Entry:
+    """A backend in the list.
 
     Attributes:
       module: its name.
-      platform: on which it runs, and elsewhere interpreted; None for any.
+      platform: on which its kernels run, and elsewhere interpreted; None for any.
+      has_tangents: whether its functions are plain JAX, through which JAX can push
+        tangents (forward mode); others are wrapped in a `custom_vjp`.
     """
 
     module: str
     platform: str | None = None
+    has_tangents: bool = False
 
 
-# From the fastest on. `None` picks the first that serves a call.
+# From the fastest on. `implementation=None` picks the first that serves a call.
 BACKENDS = {
-    "triton": _Backend("pallas_kernels.triton", "cuda"),
-    "xla": _Backend("jax_flash2._chunked"),
+    "triton": Entry("pallas_kernels.triton", platform="cuda"),
+    "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
 # The oracle of the tests, quadratic in memory: only by name.
 REFERENCE = "reference"
-NAMES = (*BACKENDS, REFERENCE)
 
 
-def module(name: str) -> ModuleType:
-    return importlib.import_module(BACKENDS[name].module)
+def names() -> tuple[str, ...]:
+    """Every value of `implementation` but None."""
+    return (*BACKENDS, REFERENCE)
+
+
+def module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(BACKENDS[name].module))
+
+
+def of_tangents() -> str:
+    """The backend that computes the tangents of every backend."""
+    return next(name for name, entry in BACKENDS.items() if entry.has_tangents)
 
 
 @contextlib.contextmanager
@@ -51,22 +64,15 @@ def lowering_context(name: str):
 
     The caller's rules of promotion are for the caller's code.
     """
-    own = getattr(module(name), "lowering_context", contextlib.nullcontext)
     rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
-    with own(), rank("allow"), dtype("standard"):
+    with module(name).lowering_context(), rank("allow"), dtype("standard"):
         yield
 
 
-def reason(name: str, facts: dict) -> str | None:
-    """Why a backend cannot serve the call (None: it can).
-
-    Args:
-      facts: dtype, head_sizes (key's and value's), elements (of the largest array),
-        symbolic (whether a size is), config.
-    """
-    config, needed = facts["config"], BACKENDS[name].platform
-    interpret = config is not None and config.interpret
-    if needed is not None and not interpret and (here := device.platform()) != needed:
+def reason(name: str, call: Call) -> str | None:
+    """Why a backend cannot serve the call (None: it can)."""
+    needed, here = BACKENDS[name].platform, device.platform()
+    if needed is not None and not call.interpret and here != needed:
         return (
             f"its kernels run on NVIDIA GPUs and this is {here!r} "
             "(config=Config(interpret=True) runs them slowly on any platform)"
@@ -75,41 +81,44 @@ def reason(name: str, facts: dict) -> str | None:
         backend = module(name)
     except ImportError as error:
         return f"it cannot be imported: {error}"
-    return backend.unsupported(**facts)
+    return backend.unsupported(call)
 
 
-def reasons(facts: dict) -> dict[str, str | None]:
+def reasons(call: Call) -> dict[str, str | None]:
     """For each backend, in order, why it cannot serve the call."""
-    return {name: reason(name, facts) for name in BACKENDS}
+    return {name: reason(name, call) for name in BACKENDS}
 
 
-def choose(implementation: str | None, facts: dict) -> str:
+def choose(implementation: str | None, call: Call) -> str:
     """The backend that serves a call.
+
+    Warns if the platform has a backend of its own and none of those serves the call.
 
     Raises:
       ValueError: if the backend asked for cannot serve the call, or none can.
     """
-    chosen = _choice(implementation, facts)
-    best = next(iter(BACKENDS))
-    on_its_platform = device.platform() == BACKENDS[best].platform
-    if implementation is None and chosen != best and on_its_platform:
+    chosen = _choice(implementation, call)
+    here = device.platform()
+    kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
+    if implementation is None and kernels and BACKENDS[chosen].platform is None:
+        why = "; ".join(f"{name}: {reason(name, call)}" for name in kernels)
         warnings.warn(
-            f"jax_flash2.attention runs as {chosen!r}, slower than {best!r} would be "
-            f"on this GPU: {reason(best, facts)}",
+            f"jax_flash2.attention runs as {chosen!r}, slower than the kernels would "
+            f"be on this GPU. {why}",
             stacklevel=3,
         )
     return chosen
 
 
-def _choice(implementation: str | None, facts: dict) -> str:
+def _choice(implementation: str | None, call: Call) -> str:
     if implementation == REFERENCE:
         return REFERENCE
     if implementation is not None:
-        why_not = reason(implementation, facts)
+        why_not = reason(implementation, call)
         if why_not is not None:
             raise ValueError(f"implementation={implementation!r}: {why_not}")
         return implementation
-    why = reasons(facts)
+    why = reasons(call)
     chosen = next((name for name, why_not in why.items() if why_not is None), None)
     if chosen is None:
         lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
@@ -117,14 +126,14 @@ def _choice(implementation: str | None, facts: dict) -> str:
     return chosen
 
 
-def explain(implementation: str | None, facts: dict) -> str:
+def explain(implementation: str | None, call: Call) -> str:
     """The decision of `choose` as text, with the reason for each backend."""
     lines = []
     try:
-        lines.append(f"implementation: {_choice(implementation, facts)}")
+        lines.append(f"implementation: {_choice(implementation, call)}")
     except ValueError as error:
         lines.append(f"error: {error}")
-    for name, why_not in reasons(facts).items():
+    for name, why_not in reasons(call).items():
         lines.append(f"  {name}: {why_not or 'can serve this call'}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
     return "\n".join(lines)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jax_flash2 import _sharding
+from jax_flash2 import _backends, _sharding
 from jax_flash2._operation import (
     BACKWARD,
     FORWARD,
@@ -35,11 +35,6 @@ from jax_flash2._operation import (
     to_save,
 )
 from pallas_kernels.core.axes import Named, sizes, summed_to
-
-# Those that need no custom_vjp.
-BACKENDS = ("xla",)
-# Whose loops compute every tangent.
-_OF_TANGENTS = "xla"
 
 
 @contextlib.contextmanager
@@ -105,7 +100,8 @@ def _tangent(kind: _Kind) -> _Kind:
         for i, x in zip(places, tangents, strict=True):
             primals[i] = _with_axes_of(primals[i], x)
         axes = tuple(x.axes for x in primals[: len(problem.axes)])
-        here = dataclasses.replace(problem, axes=axes, backend=_OF_TANGENTS)
+        backend = _backends.of_tangents()
+        here = dataclasses.replace(problem, axes=axes, backend=backend)
 
         def function(*values):
             operands = list(primals)
@@ -154,8 +150,8 @@ def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
     derived = _tangent(kind)
     tangent = derived.operation
 
-    def jvp(arrays, tangents, *, problem, axes, sign):
-        del sign
+    def jvp(arrays, tangents, *, problem, axes, marker):
+        del marker
         results = operation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
         places = _places(operands)
@@ -188,8 +184,8 @@ def _transpose(kind: _Kind, rule: Callable) -> Callable:
         each result; returns what each tangent gets.
     """
 
-    def transpose(cotangents, *arrays, problem: Problem, axes, sign):
-        del sign
+    def transpose(cotangents, *arrays, problem: Problem, axes, marker):
+        del marker
         operands = [
             Named(x.aval if ad.is_undefined_primal(x) else x, a)
             for x, a in zip(arrays, axes, strict=True)

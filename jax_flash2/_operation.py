@@ -141,33 +141,33 @@ class Operation:
         mlir.register_lowering(primitive, self._lower)
 
     def __call__(self, *arrays, problem: Problem, axes: tuple[Axes, ...]) -> list:
-        sign = _sharding.needs_devices() if _sharding.divisible(arrays) else None
-        return self.primitive.bind(*arrays, problem=problem, axes=axes, sign=sign)
+        marker = _sharding.needs_devices() if _sharding.divisible(arrays) else None
+        return self.primitive.bind(*arrays, problem=problem, axes=axes, marker=marker)
 
-    def _implementation(self, *arrays, problem, axes, sign=None):
-        del sign
+    def _implementation(self, *arrays, problem, axes, marker=None):
+        del marker
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
         with _backends.lowering_context(problem.backend):
             return list(self.rule(problem, list(map(Named, arrays, axes))))
 
-    def _abstract_eval(self, *avals, problem, axes, sign):
-        del sign
+    def _abstract_eval(self, *avals, problem, axes, marker):
+        del marker
         operands = list(map(Named, avals, axes))
         return _sharding.types(operands, self.outputs(problem, operands))
 
-    def _batch(self, arrays, dims, *, problem, axes, sign):
+    def _batch(self, arrays, dims, *, problem, axes, marker):
         used = {a for operand_axes in axes for a in operand_axes}
         name = next(f"v{i}" for i in range(len(used) + 1) if f"v{i}" not in used)
         axes = tuple(
             a if dim is None else (*a[:dim], name, *a[dim:])
             for a, dim in zip(axes, dims, strict=True)
         )
-        params = {"problem": problem, "axes": axes, "sign": sign}
+        params = {"problem": problem, "axes": axes, "marker": marker}
         results = self.primitive.bind(*arrays, **params)
         structs = self.outputs(problem, list(map(Named, arrays, axes)))
         return results, [x.axes.index(name) for x in structs]
 
-    def _divided(self, *arrays, problem, axes, sign):
+    def _divided(self, *arrays, problem, axes, marker):
         """What is lowered: the implementation, and how devices may divide it."""
         operands = list(map(Named, arrays, axes))
         outputs = self.outputs(problem, operands)
@@ -182,11 +182,11 @@ class Operation:
         if division is not None:
             names = axes, tuple(x.axes for x in outputs)
             return _sharding.on_each_device(division, part, *names)(*arrays)
-        if sign is not None:
+        if marker is not None:
             return _sharding.partitioned(whole, part, operands, outputs)(*arrays)
         return whole(*arrays)
 
-    def _lower(self, context, *operands, problem: Problem, axes, sign):
+    def _lower(self, context, *operands, problem: Problem, axes, marker):
         lower = mlir.lower_fun(self._divided, multiple_results=True)
         division = _sharding.explicit_division(list(map(Named, context.avals_in, axes)))
         if division is not None:
@@ -197,7 +197,7 @@ class Operation:
                 avals_in=list(map(_sharding.local, context.avals_in)),
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
-        params = {"problem": problem, "axes": axes, "sign": sign}
+        params = {"problem": problem, "axes": axes, "marker": marker}
         with _backends.lowering_context(problem.backend), scope:
             return lower(context, *operands, **params)
 

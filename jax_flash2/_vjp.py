@@ -6,8 +6,7 @@ import functools
 
 import jax
 
-from jax_flash2 import _derivatives, _operation, _reference, _sharding
-from jax_flash2._backends import REFERENCE
+from jax_flash2 import _backends, _operation, _reference, _sharding
 from jax_flash2._operation import Problem, is_differentiable
 
 
@@ -43,8 +42,8 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     lowered once.
     """
     arrays = _sharding.varying_alike(arrays)
-    if problem.backend == REFERENCE:
+    if problem.backend == _backends.REFERENCE:
         return _reference.attend(problem, arrays)
-    if problem.backend in _derivatives.BACKENDS:
+    if _backends.BACKENDS[problem.backend].has_tangents:
         return _operation.forward(problem, arrays)
     return _flash(problem, arrays)

@@ -7,14 +7,14 @@ nothing is summed outside. Scores are computed transposed, [keys, queries], so t
 and ds^T are the left operands of their products, which may come from registers. Where
 two sums do not fit the registers (large heads), it runs once for each: five products
 instead of four.
-Shared memory: k, v [block_kv, ...], if not held in registers, and num_stages times q,
+Shared memory: k, v [block_kv, ...], if not kept in registers, and num_stages times q,
 do [block_q, ...].
 
 `dq`: one program per block of query rows, the forward's loop with dq as its sum.
-Shared memory: q, do [block_q, ...], if not held in registers, and num_stages times k,
+Shared memory: q, do [block_q, ...], if not kept in registers, and num_stages times k,
 v [block_kv, ...].
 
-`operand`: one program per tile of a bias's gradient, summed over whatever the bias was
+`dbias`: one program per tile of a bias's gradient, summed over whatever the bias was
 broadcast over; XLA drops it from a program that does not use that gradient.
 
 Two kernels instead of one with atomic additions to dq: seven products instead of five,
@@ -30,10 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named, summed_to
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program
+from pallas_kernels.triton import memory
 from pallas_kernels.triton.memory import Launch
 
 
@@ -182,7 +183,7 @@ def dq(
     )
 
 
-def operand(
+def dbias(
     q: Named,
     k: Named,
     v: Named,
@@ -191,20 +192,20 @@ def operand(
     outputs: tuple[Named],
     *,
     field: str,
-    looped: Axes,
+    summed: Axes,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Gradient of an operand of the score (bias, ALiBi's slopes, factor).
 
     One program per tile of the result, or per block of it where it lacks queries or
-    keys; the batch entries and heads in `looped` are summed in its registers.
+    keys; the batch entries and heads in `summed` are summed in its registers.
 
     Args:
       q, k, v, spec, launch: as in the forward.
       saved: as for `dkv`.
       outputs: the result: the operand's axes, or all of batch and heads and its rows.
       field: name of the operand among the fields of the score.
-      looped: axes of batch and heads that the result lacks.
+      summed: axes of batch and heads that the result lacks.
     """
     own = tuple(name for name in ("t", "s") if name in outputs[0].axes)
     layout = memory.Layout(
@@ -212,7 +213,7 @@ def operand(
         parallel=own,
         heads="n",
         blocks=launch.blocks,
-        looped=looped,
+        looped=summed,
     )
 
     def kernel(q, k, v, spec, saved, outputs):
@@ -237,7 +238,7 @@ def operand(
 
         total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
         count = math.prod(layout.looped.values())
-        if looped:
+        if summed:
             total = lax.fori_loop(np.int32(0), np.int32(count), add_element, total)
         else:
             total = add_element(np.int32(0), total)

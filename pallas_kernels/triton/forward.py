@@ -10,7 +10,7 @@ Its warps divide the query rows and share the keys and values, so that no partia
 passes between them through shared memory (section 3.3); the layout is Triton's for
 chained products.
 
-Shared memory: q [block_q, H], if not held in registers, and num_stages times k
+Shared memory: q [block_q, H], if not kept in registers, and num_stages times k
 [block_kv, H], v [block_kv, Hv].
 """
 
@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program, support
+from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).

@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import configs, device
 from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
 
 
 @contextlib.contextmanager
@@ -30,8 +31,8 @@ def lowering_context():
         yield
 
 
-def holds() -> bool:
-    """Whether products read left operands from shared memory unless they are held."""
+def reads_left_from_shared_memory() -> bool:
+    """Whether products do so unless their left operands are kept in registers."""
     return device.capability() // 10 == 9
 
 
@@ -63,7 +64,7 @@ def product_precision(dtype, precision, interpret: bool):
         # For bfloat16 and float16 the products are exact in float32 either way.
         return size, lax.Precision.DEFAULT
     if precision == lax.Precision.HIGHEST and not interpret:
-        return configs.SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+        return SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6
     return size, precision
 
 

@@ -1,4 +1,4 @@
-"""What the programs of all three kernels do alike: their rows, their range, their mask.
+"""What the programs of every kernel do alike: their rows, their range, their mask.
 
 A program first loads what does not change along its loop, then folds a step over the
 blocks that its range names (`core.mask.Range.fold`).
@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.core.mask import Range, everything
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton.memory import Launch, Layout, Rows, load_tree
+from pallas_kernels.layout import Launch, Layout, Rows, load_tree
 
 Where = dict[str, Any]
 
@@ -30,8 +30,7 @@ def query_program(
     """
     block = layout.rows["t"]
     i = layout.program_ids()["t"]
-    if any(getattr(atom, "right", None) is not None for atom in spec.masks):
-        # Under a causal mask the last rows have the most keys: they start first.
+    if spec.later_rows_see_more:  # they start first
         i = layout.num_blocks["t"] - 1 - i
     where: Where = {"i": i}
     spec = load_tree(_with_end(spec, layout), ("t", "s"), where)

@@ -1,0 +1,152 @@
+"""The contract of a backend, and what it is asked before it gets a call.
+
+A backend is a module with the functions of `Backend`, and one line in
+`jax_flash2._backends`. It may decline a call by a reason; the next in line serves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.configs import Config
+from pallas_kernels.core.axes import Named, sizes
+from pallas_kernels.core.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything that is static about a call of `attention`.
+
+    Attributes:
+      query, key, value: `Named`; only shapes, dtypes and axes may be read.
+      spec: of such `Named`: which masks and score features the call has.
+      config: the caller's, or None.
+      precision: of products of float32 operands.
+    """
+
+    query: Named
+    key: Named
+    value: Named
+    spec: AttentionSpec
+    config: Config | None = None
+    precision: Any = None
+
+    @property
+    def operands(self) -> list[Named]:
+        """query, key, value, and the leaves of the spec."""
+        return [self.query, self.key, self.value, *jax.tree.leaves(self.spec)]
+
+    @property
+    def dtype(self):
+        return self.query.dtype
+
+    @functools.cached_property
+    def size(self) -> dict[str, int]:
+        """Of every named axis (`core.axes`)."""
+        return sizes(self.operands)
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Of key and value."""
+        return self.size["h"], self.size["d"]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.size["n"] // self.size["k"] if "n" in self.size else 1
+
+    @property
+    def _elements(self) -> list:
+        return [math.prod(x.shape) for x in self.operands]
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol (`jax.export`), which has no number."""
+        return not all(isinstance(n, int) for n in self._elements)
+
+    @property
+    def most_elements(self) -> int:
+        """Of the largest array whose size is a number."""
+        return max((n for n in self._elements if isinstance(n, int)), default=0)
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the caller asks for interpreted kernels."""
+        return self.config is not None and self.config.interpret
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of what has a gradient, beside query, key and value."""
+        fields = {**self.spec.score.operands, "sink": self.spec.sink}
+        return tuple(
+            name
+            for name, x in fields.items()
+            if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        )
+
+
+class Backend(Protocol):
+    """What the module of a backend has."""
+
+    def unsupported(self, call: Call, /) -> str | None:
+        """Why this backend cannot serve a call here and now, or None.
+
+        A call that it serves it serves in both directions, with every gradient of
+        `Call.gradients`, and under `jax.vmap`.
+        """
+        ...
+
+    def lowering_context(self) -> AbstractContextManager:
+        """In which `forward` and `backward` are traced and lowered."""
+        ...
+
+    def forward(
+        self,
+        q: Named,
+        k: Named,
+        v: Named,
+        spec: AttentionSpec,
+        outputs: tuple[Named, Named],
+        *,
+        config: Config | None,
+        precision: Any,
+    ) -> Sequence[jax.Array]:
+        """Output and log-sum-exp.
+
+        Args:
+          q, k, v: arrays, with axes in any order but head sizes `h` and `d`.
+          spec: of `Named` arrays.
+          outputs: shape structs: the results' shapes, dtypes and orders of axes. The
+            log-sum-exp has its rows last.
+          config, precision: the caller's.
+        """
+        ...
+
+    def backward(
+        self,
+        q: Named,
+        k: Named,
+        v: Named,
+        spec: AttentionSpec,
+        saved: tuple[Named, Named, Named, Named],
+        outputs: tuple[Named, ...],
+        *,
+        config: Config | None,
+        precision: Any,
+    ) -> Sequence[jax.Array]:
+        """Gradients of q, k, v, and of the spec's leaves that are differentiable.
+
+        Args:
+          saved: o, lse, do and dlse (the cotangents of both results).
+          outputs: shape structs, in the order of the operands. An axis that an output
+            lacks is summed over; one that it has beyond its operand is `jax.vmap`'s.
+        """
+        ...

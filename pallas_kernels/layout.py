@@ -1,0 +1,192 @@
+"""Named operands inside a kernel, and how programs divide a call among them.
+
+The grid is the union of the axes that are not looped over inside a kernel. Inside it an
+operand is a `View`, a Ref whose remaining axes have names: a kernel asks for the axes
+that it wants and the rows of each, and a `View` that lacks an axis answers with
+something that broadcasts. How an element is addressed is a backend's (`View.read`,
+`View.write`, `Layout.program_ids`).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.axes import Axes, batch_axes, sizes
+from pallas_kernels.tables import padded
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a kernel is run.
+
+    Attributes:
+      blocks: block sizes, warps and stages.
+      precision: of float32 products.
+      arithmetic: the backend's instructions, or JAX's own.
+      interpret: run in Pallas's interpreter.
+    """
+
+    blocks: Blocks
+    precision: Any
+    arithmetic: Arithmetic
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A block of an axis: `size` elements from `start`; None from `limit` on exist."""
+
+    start: Any
+    size: int
+    limit: Any = None
+
+    @property
+    def numbers(self) -> jax.Array:
+        return self.start + jax.lax.iota(jnp.int32, self.size)
+
+    @classmethod
+    def whole(cls, size: int) -> Rows:
+        """A whole (head) axis, padded to a power of two."""
+        full = padded(size)
+        return cls(0, full, None if full == size else size)
+
+
+@dataclasses.dataclass(frozen=True)
+class View(abc.ABC):
+    """A Ref in a kernel and the names of its axes."""
+
+    ref: Any
+    axes: tuple[str, ...]
+
+    @property
+    def dtype(self):
+        return self.ref.dtype
+
+    @abc.abstractmethod
+    def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
+        """The block at `index`.
+
+        Args:
+          index: for each axis of the Ref a number or `Rows`, one `Rows` at least.
+          mask: which elements exist, in the shape of the block; None for all.
+          other: what the others are read as.
+        """
+
+    @abc.abstractmethod
+    def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
+        """Writes a block where `mask` is set; the arguments are those of `read`."""
+
+    def _index(self, where: Mapping[str, Any]):
+        """Index of the Ref, the axes of the result, and the mask of what exists."""
+        index = tuple(where[name] for name in self.axes)
+        kept = [name for name in self.axes if isinstance(where[name], Rows)]
+        mask = None
+        for name in kept:
+            rows = where[name]
+            if rows.limit is not None:
+                exists = rows.numbers < rows.limit
+                others = [i for i, other in enumerate(kept) if other != name]
+                exists = jnp.expand_dims(exists, others)
+                mask = exists if mask is None else mask & exists
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, [where[name].size for name in kept])
+        return index, kept, mask
+
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ) -> jax.Array:
+        """The block at `where` with axes `order`, of size 1 where there is none.
+
+        Args:
+          order: names of the axes of the result.
+          where: for each axis of the view, `Rows` or a scalar index.
+          padding: what elements beyond a limit are loaded as, whatever lies there.
+        """
+        index, kept, mask = self._index(where)
+        if any(name not in order for name in kept):
+            raise ValueError(f"{self.axes=} do not fit {order=}")
+        if not kept:
+            return self.ref[index]
+        other = None
+        if mask is not None:
+            other = bool(padding) if self.dtype == jnp.bool_ else padding
+        x = self.read(index, mask, other)
+        wanted = [name for name in order if name in kept]
+        x = x if wanted == kept else jnp.transpose(x, [kept.index(a) for a in wanted])
+        missing = [i for i, name in enumerate(order) if name not in kept]
+        return jnp.expand_dims(x, missing) if missing else x
+
+    def store(self, value: jax.Array, where: Mapping[str, Any]) -> None:
+        """Writes a block, cast to the dtype of the Ref, up to the limits of `where`."""
+        index, _, mask = self._index(where)
+        self.write(index, value.astype(self.dtype), mask)
+
+
+def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
+    """Loads every `View` of a tree whose axes `where` covers; leaves the others."""
+
+    def load(leaf):
+        if isinstance(leaf, View) and all(name in where for name in leaf.axes):
+            return leaf.load(order, where)
+        return leaf
+
+    return jax.tree.map(load, tree)
+
+
+class Layout(abc.ABC):
+    """How the programs of a kernel divide a call.
+
+    Args:
+      operands: every operand, `Named`.
+      parallel: the axes that programs divide among them: `t`, `s` or both.
+      heads: the head axis of the grid: `n`, or `k` for a kernel that loops over the
+        query heads of a group.
+      blocks: block sizes.
+      looped: axes of heads (`n`) and batch that a program loops over.
+    """
+
+    def __init__(
+        self,
+        operands,
+        parallel: Axes,
+        heads: str,
+        blocks: Blocks,
+        looped: Axes = (),
+    ):
+        size = sizes(operands)
+        self.size = size
+        self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
+        self.num_blocks = {a: -(-size[a] // self.rows[a]) for a in parallel}
+        # Programs run in the order of the grid, first axis fastest: those that share
+        # keys and values (blocks of one head, heads of one group) run together.
+        names = [heads] if heads in size else []
+        names += reversed(batch_axes(operands))
+        names = [name for name in names if name not in looped]
+        self.names = (*parallel, *names)
+        self.grid = (*self.num_blocks.values(), *(size[name] for name in names))
+        self.heads = heads
+        self.looped = {name: size[name] for name in looped}
+
+    @abc.abstractmethod
+    def program_ids(self) -> dict[str, jax.Array]:
+        """The number of this program's block of `t`, `s` or both."""
+
+    def rows_at(self, name: str, start, limit=None) -> Rows:
+        """The block of `t` or `s` that starts at `start`.
+
+        Args:
+          limit: rows from it on are padding; None for the end of the axis.
+        """
+        size, block = self.size[name], self.rows[name]
+        limit = size if limit is None else limit
+        exact = isinstance(limit, int) and limit == size and size % block == 0
+        return Rows(start, block, None if exact else limit)

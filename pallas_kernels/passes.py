@@ -1,0 +1,86 @@
+"""The backward pass of a backend with kernels: their order, and what each is given.
+
+`dq` runs first and also writes delta and the log-sum-exp in units of log2 for the
+others, which would else compute them for every block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
+from pallas_kernels.core.spec import AttentionSpec, sink_gradient
+
+
+def backward(
+    run: Callable,
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named, Named],
+    outputs: tuple[Named, ...],
+    *,
+    dk_and_dv_apart: bool,
+) -> tuple[jax.Array, ...]:
+    """Gradients of q, k, v and the spec's operands (`backend.Backend.backward`).
+
+    Args:
+      run: `run(kernel, looped, q, k, v, spec, saved, outputs, **options)` runs a kernel
+        of `configs.KERNELS` whose programs loop over blocks of keys (`looped` "s") or
+        of queries ("t"), and returns its results. "dq" gets all of `saved` and writes
+        dq, delta and lse_log2; the others get (lse_log2, delta, do). "dbias" also gets
+        the name of the score's field and the axes to sum over, `field` and `summed`.
+      dk_and_dv_apart: whether one kernel for both would not fit the registers.
+    """
+    sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
+    _, lse, do, _ = saved
+    rows = _row_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
+    grad_q, *of_rows = run("dq", "s", q, k, v, spec, saved, (outputs[0], rows, rows))
+    delta, lse_log2 = (Named(x, rows.axes) for x in of_rows)
+    saved_rows = (lse_log2, delta, do)
+    grad_kv = dict(zip(("dk", "dv"), outputs[1:3], strict=True))
+    kernels = {name: {name: out} for name, out in grad_kv.items()}
+    if not dk_and_dv_apart:
+        kernels = {"dkv": grad_kv}
+    gradients = [grad_q]
+    for name, out in kernels.items():
+        gradients += run(name, "t", q, k, v, spec, saved_rows, out)
+    structs = iter(outputs[3:])
+    for field in spec.score.operands:
+        out = next(structs)
+        gradients.append(_score_operand(run, q, k, v, spec, saved_rows, out, field))
+    if sink is not None:
+        out = next(structs)
+        gradient = sink_gradient(sink, lse, delta)
+        gradients.append(summed_to(gradient, out.axes).astype(out.dtype))
+    return tuple(gradients)
+
+
+def _row_struct(operands, lse: Named) -> Named:
+    """Like lse, with every batch axis: any of o, do and dlse may be mapped alone."""
+    size = sizes(operands)
+    axes = (*(a for a in batch_axes(operands) if a not in lse.axes), *lse.axes)
+    return Named(jax.ShapeDtypeStruct([size[a] for a in axes], lse.dtype), axes)
+
+
+def _score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
+    """The gradient `out` of a field of the score."""
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved]
+    size = sizes(operands)
+    batch = (*batch_axes(operands), *(["n"] if "n" in size else []))
+    rows, summed = operand_sum(out, batch)
+    if len(rows) == 2:
+        axes = tuple(a for a in out.axes if a is not None)
+    else:
+        axes = (*(a for a in batch if a not in summed), *rows)
+    dtype = out.dtype if len(rows) == 2 else jnp.float32
+    result = Named(jax.ShapeDtypeStruct([size[a] for a in axes], dtype), axes)
+    looped = "t" if rows == ("s",) else "s"
+    options = {"field": field, "summed": summed}
+    (total,) = run("dbias", looped, q, k, v, spec, saved, (result,), **options)
+    return summed_to(Named(total, axes), out.axes).astype(out.dtype)

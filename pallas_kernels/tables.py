@@ -1,0 +1,92 @@
+"""Tuned blocks: what tells calls apart, and the tables by backend and GPU.
+
+A table is made by `python -m benchmarks.tune` on a GPU. It has the fastest blocks found
+there, by kernel, padded head size and regime.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.core.axes import batch_axes, sizes
+from pallas_kernels.core.spec import AttentionSpec
+
+TUNING = Path(__file__).parent / "tuning"
+HEADS = (64, 128, 256, 512)  # padded head sizes that tables have
+# The GPU whose table serves those that have none: its blocks, where they fit.
+_DEFAULT_GPU = "NVIDIA H200"
+
+REGIMES = {
+    "plain": "none of the others",
+    "single": "at most one program of 128 query rows to a multiprocessor",
+    "few": "at most eight of them",
+    "short": "few keys for a query: a window, short sequences, packed documents",
+    "long": "sequences of many keys",
+    "heavy": "much arithmetic or one byte for every pair: a soft cap, a mask",
+    "dropout": "bits made for every pair",
+    "bias": "more bytes for every pair: a bias",
+    "float32": "elements of four bytes",
+    "float32 highest": "their products split in bfloat16",
+}
+# Keys for a query, on average, up to which the blocks of "short" are the faster ones,
+# and keys from which those of "long" are (H200, 2026-11-22).
+_SHORT = 1024
+_LONG = 8192
+
+
+def table_path(backend: str, gpu: str) -> Path:
+    return TUNING / f"{backend}_{gpu.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table(backend: str, gpu: str | None) -> dict:
+    """Blocks by kernel, padded head size and regime (`REGIMES`).
+
+    A regime that a kernel lacks is as "plain" is.
+    """
+    path = table_path(backend, gpu or _DEFAULT_GPU)
+    path = path if path.exists() else table_path(backend, _DEFAULT_GPU)
+    return json.loads(path.read_text())["blocks"]
+
+
+def padded(size: int) -> int:
+    """The block size that holds `size` rows or head elements: a power of two >= 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def pair_bytes(spec: AttentionSpec) -> int:
+    """Bytes that are loaded for each pair of query and key (bias, mask)."""
+    tiles = (x for x in jax.tree.leaves(spec) if {"t", "s"} <= set(x.axes))
+    return sum(jnp.dtype(x.dtype).itemsize for x in tiles)
+
+
+def regime(operands, spec: AttentionSpec) -> str:
+    """What is unusual about a call with elements of two bytes, one of `REGIMES`.
+
+    Args:
+      operands: query, key and value, `Named`.
+      spec: of `Named`.
+    """
+    if pair_bytes(spec) > 1:
+        return "bias"
+    if spec.dropout is not None:
+        return "dropout"
+    if spec.score.soft_cap is not None or pair_bytes(spec):
+        return "heavy"
+    size = sizes(operands)
+    keys = spec.mean_keys(size["s"])
+    if spec.is_sparse or 4 * keys <= size["s"]:
+        return "short"
+    rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
+    programs = rows * -(-size["t"] // 128) / device.multiprocessors()
+    if programs > 8:
+        usual = "long" if size["s"] >= _LONG else "plain"
+        return usual if keys > _SHORT else "short"
+    return "few" if programs > 1 else "single"
