@@ -1,14 +1,16 @@
-"""attention(): the user's words, turned into a `Problem`."""
+"""attention(), explain(): the arguments of a call, checked and made a `Problem`."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_flash2 import _arguments, _backends, _derivatives, _vjp
+from jax_flash2 import _arguments, _backends, _derivatives, _sharding, _vjp
 from jax_flash2._operation import Problem
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
@@ -16,120 +18,157 @@ from pallas_kernels.core.mask import Atom, Lengths
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 
+Array = jax.Array | np.ndarray
+Window = int | tuple[int | None, int | None]
+Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
+
+@overload
 def attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     *,
-    scale=None,
+    return_residual: Literal[False] = False,
+    **options: Any,
+) -> jax.Array: ...
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def attention(  # pyright: ignore[reportInconsistentOverload]
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | Array | None = None,
     is_causal: bool = False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    query_offset=0,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: Window | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    query_offset: int | Array = 0,
     logits_soft_cap: float | None = None,
-    alibi_slopes=None,
-    sinks=None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     dropout_rate: float = 0.0,
-    dropout_rng=None,
+    dropout_rng: Array | None = None,
     broadcast_dropout: bool = False,
-    precision=None,
+    precision: Precision | None = None,
     implementation: str | None = None,
     config: Config | None = None,
     return_residual: bool = False,
-):
-    """Exact attention with memory linear in the lengths (FlashAttention-2).
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes exact attention in memory linear in the sequence lengths.
 
         s = soft_cap(scale * query . key + bias + alibi)
         p = softmax(s over the keys that the query may attend to, and the sink)
         out = dropout(p) . value
 
-    B stands for any number of batch axes (none included), T for query rows, S for key
-    rows, N for query heads, K for key/value heads, H and Hv for head sizes. T and S may
-    be any number, 0 included; H and Hv from 1 to 512 in the GPU kernels.
+    B stands for any number of batch axes (including none), T for the number of queries,
+    S for the number of keys, N for query heads, K for key/value heads, and H and Hv for
+    the head sizes. T and S may be any number, including 0. The GPU kernels support H
+    and Hv from 1 to 512.
 
     Args:
-      query: [*B, T, N, H], bfloat16, float16 or float32 (float64 under x64 with
-        "xla"); or [T, H], a single head.
-      key: [*B, S, K, H] in the dtype of query; or [S, H]. K divides N: query head n
-        reads key/value head n // (N // K) (grouped-query attention).
-      value: [*B, S, K, Hv] in the dtype of query; or [S, Hv].
-      bias: added to the scaled products: any float dtype, broadcasts against
-        [*B, N, T, S] ([T, S] for a single head), missing axes on the left. -inf masks.
-        To mask, pass `mask` rather than large negative numbers: a row whose scores are
-        all below about -1e5 may have inexact gradients, and from -1e7 on none, for the
-        float32 log-sum-exp that the backward pass works from has no digits left.
-        Differentiable; its gradient is summed inside the kernels, in memory of its own
-        size (one for each element of an axis that `jax.vmap` maps).
-      mask: bool, True where a query may attend to a key; broadcasts against
-        [*B, N, T, S] ([T, S] for a single head), missing axes on the left.
-      scale: multiplies query . key: a number, which becomes part of the program, or a
-        scalar `jax.Array`, traced or not, which is data and has a gradient (a learnt
-        temperature). 1 / sqrt(H) by default.
-      is_causal: attend only to keys at or before the query's position.
-      query_seq_lengths: int32 [*B], rows of query from here on are padding: their
-        output is 0. Values outside [0, T] are clipped.
-      key_value_seq_lengths: int32 [*B], rows of key and value from here on are padding:
-        they are attended to by none, and nothing in them (NaN, inf) reaches any result.
-        Values outside [0, S] are clipped.
-      local_window_size: (left, right): a query at position p attends to keys from
-        p - left to p + right, both inclusive; None is unbounded on that side, an int w
-        is (w, w). With is_causal the right side is 0.
-      query_segment_ids: int32 [*B, T]; attend only where the ids of query and key are
-        equal. Ids need not be sorted; blocks without a common id are skipped. What
-        finite numbers a segment holds changes no bit of another's results. NaN and inf
-        stay in their segment where no block of rows has both, and may pass where one
-        has: blocks are of 16 to 256 rows, see `Config`.
-      key_value_segment_ids: int32 [*B, S]; query_segment_ids by default if T == S.
-      query_offset: position of query row 0 (that of key row 0 is 0): an int, an int32
-        scalar or [*B]. 0 is top-left causal, S - T bottom-right. Used by is_causal,
-        local_window_size and alibi_slopes. Other values compile nothing anew, ints
-        included. Values beyond +-2**28 are clipped.
-      logits_soft_cap: c > 0: scores become c * tanh(score / c) (Gemma 2), before masks.
-      alibi_slopes: float [N] or [*B, N] (a scalar for a single head), mostly >= 0:
-        adds -slope * |query position - key position| (Press et al. 2021), computed in
-        the kernel. Differentiable.
-      sinks: float [N] (a scalar for a single head): one more logit for each head that
-        takes part in the softmax, and so in the log-sum-exp, and has no value
-        (gpt-oss). A row without keys is 0 and -inf nevertheless. Differentiable.
-      dropout_rate: chance in [0, 1) that a probability is dropped; the others are
-        multiplied by 1 / (1 - rate). The rate is rounded to a multiple of 2**-16.
-      dropout_rng: a JAX key (typed, or raw uint32), needed if dropout_rate > 0. What is
-        dropped follows from the key and from batch entry, head, query row and key row
-        alone: the same on every backend, with every block size and under vmap.
-      broadcast_dropout: drop the same pairs in every batch entry and head (Flax).
-      precision: of products of float32 inputs: "default" and "high" (TF32 on a GPU),
-        "highest" (true float32), or a `jax.lax.Precision`. A
-        `jax.lax.DotAlgorithmPreset` takes the one of these that is at least as exact, a
-        pair its more exact half. None takes `jax.default_matmul_precision`.
+      query: [*B, T, N, H], or [T, H] for a single head. The dtype is bfloat16, float16,
+        float32 or float64. float64 requires x64 mode and runs on "xla".
+      key: [*B, S, K, H], or [S, H], in the dtype of query. K must divide N: query head
+        n reads key/value head n // (N // K) (grouped-query attention).
+      value: [*B, S, K, Hv], or [S, Hv], in the dtype of query.
+      bias: added to the scaled products. It has any float dtype and broadcasts to
+        [*B, N, T, S] ([T, S] for a single head). -inf masks a pair. Differentiable: the
+        kernels sum its gradient, which takes as much memory as the bias (times the size
+        of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers, to
+        mask pairs: gradients of a row lose accuracy if all its scores are below about
+        -1e5, and all digits from about -1e7, because the backward pass recomputes
+        probabilities from the float32 log-sum-exp.
+      mask: bool, True where a query may attend to a key. Broadcasts to [*B, N, T, S]
+        ([T, S] for a single head).
+      scale: multiplies query . key. Default: 1 / sqrt(H). A Python number is compiled
+        into the program. A scalar `jax.Array` is data, may be traced, and has a
+        gradient (a learnt temperature).
+      is_causal: if True, a query attends only to keys at or before its position.
+      query_seq_lengths: int32 [*B], the number of valid queries. Later rows are padding
+        and their output is 0. Values are clipped to [0, T].
+      key_value_seq_lengths: int32 [*B], the number of valid keys. No query attends to
+        later rows, and their contents (even NaN and inf) never reach a result. Values
+        are clipped to [0, S].
+      local_window_size: (left, right): a query at position p attends to the keys from
+        p - left to p + right, inclusive. None means unbounded on that side. An int w
+        means (w, w). If is_causal is True, right is 0.
+      query_segment_ids: int32 [*B, T]. A query attends only to keys with the same id.
+        Ids may come in any order. The kernels skip blocks without a common id. Finite
+        values in one segment never change another segment's results by a single bit.
+        NaN and inf can leak between segments that share a block (16 to 256 rows, see
+        `Config`).
+      key_value_segment_ids: int32 [*B, S]. Default: query_segment_ids, if T == S.
+      query_offset: the position of query row 0, as an int, an int32 scalar or int32
+        [*B]. Key row 0 has position 0, so 0 aligns a causal mask to the top left and
+        S - T to the bottom right. is_causal, local_window_size and alibi_slopes use
+        positions. A new value never triggers a compilation, not even an int. Values are
+        clipped to +-2**28.
+      logits_soft_cap: c > 0 replaces each score by c * tanh(score / c) before masking
+        (Gemma 2).
+      alibi_slopes: float [N] or [*B, N] (a scalar for a single head), usually >= 0.
+        Adds -slope * |query position - key position| to the scores (Press et al. 2021).
+        The kernels compute this term. Differentiable.
+      sinks: float [N] (a scalar for a single head), one extra logit per head. It takes
+        part in the softmax and in the log-sum-exp but has no value (gpt-oss). A row
+        without keys still returns 0 and -inf. Differentiable.
+      dropout_rate: the probability in [0, 1) of dropping each attention weight. Kept
+        weights are multiplied by 1 / (1 - rate). Rounded to a multiple of 2**-16.
+      dropout_rng: a JAX random key, typed or raw uint32. Required if dropout_rate > 0.
+        The dropped pairs depend only on the key, batch entry, head, query row and key
+        row. They do not depend on the implementation, the block sizes or vmap.
+      broadcast_dropout: if True, every batch entry and head drops the same pairs (as
+        in Flax).
+      precision: the precision of products of float32 inputs: "default" or "high" (TF32
+        on a GPU), "highest" (true float32), or a `jax.lax.Precision`. For a
+        `jax.lax.DotAlgorithmPreset`, attention uses the first of these that is at least
+        as exact. For a pair, it uses the more exact half. Default:
+        `jax.default_matmul_precision`.
       implementation: "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
-        any platform), "reference" (quadratic memory, for tests), or None: the first
-        of "triton" and "xla" that serves the call. A name never falls back.
-      config: block sizes, or interpreted kernels: see `Config`.
-      return_residual: also return the log-sum-exp of the scores.
+        any platform), "reference" (quadratic memory, for tests), or None for the first
+        of "triton" and "xla" that supports the call. A named implementation runs or
+        raises; it never falls back.
+      config: block sizes, or interpreted kernels; see `Config`.
+      return_residual: if True, also return the log-sum-exp of the scores.
 
     Returns:
-      out: [*B, T, N, Hv] ([T, Hv]) in the dtype of query. A row that may attend to no
-      key is 0, and all its gradients are 0.
-      With return_residual, (out, lse): lse float32 [*B, T, N] ([T]), natural logarithm,
-      -inf for a row without keys. Both are differentiable.
+      out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
+      may attend to no key, its output and all its gradients are 0.
+      If return_residual is True, a tuple (out, lse). lse is the natural logarithm
+      [*B, T, N] ([T] for a single head) in float32 (float64 for float64 inputs), and
+      -inf for a row without keys. Both results are differentiable.
 
     Raises:
-      TypeError, ValueError: naming the argument, what came and what was expected.
+      TypeError, ValueError: if an argument is wrong. The message names the argument,
+        what was given and what was expected.
 
-    Numerics: softmax and sums are in float32; probabilities are rounded to the dtype of
-    value before they multiply it, as in `jax.nn.dot_product_attention`. Same inputs on
-    the same GPU give the same bits.
+    Numerics: the softmax and all sums use float32 (float64 for float64 inputs).
+    Probabilities are rounded to the dtype of value before they multiply value, as in
+    `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
-    Derivatives: reverse mode, and both modes over reverse mode (`jax.grad` of
-    `jax.grad`, `jax.hessian`), in linear memory; with "triton" the tangents of second
-    derivatives run as "xla". Forward mode itself (`jax.jvp`, `jax.linearize`) with
-    "xla". Third derivatives by forward mode over second ones, or with "reference".
+    Derivatives: every implementation supports reverse mode, and forward or reverse mode
+    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`), in linear memory. With
+    "triton", the tangents of second derivatives run as "xla". Pure forward mode
+    (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third derivatives
+    require forward mode on top of second derivatives, or "reference".
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -140,13 +179,13 @@ def attention(
       >>> out.shape
       (2, 100, 8, 64)
 
-      A single head, mapped over heads that lie in the middle (no transpose is made):
+      A single head, mapped over a heads axis in the middle (without a transpose):
 
       >>> heads = jax.vmap(attention, in_axes=1, out_axes=1)
       >>> heads(q[0], q[0], q[0]).shape
       (100, 8, 64)
 
-      A learnt bias shared by the batch, Gemma's soft cap, dropout; ALiBi and sinks:
+      A learnt bias shared by the batch, with a soft cap and dropout; ALiBi and sinks:
 
       >>> bias = jnp.zeros((1, 8, 100, 100))
       >>> rng = jax.random.key(2)
@@ -156,9 +195,9 @@ def attention(
       >>> slopes = 2.0 ** -jnp.arange(1, 9)
       >>> out = attention(q, k, k, alibi_slopes=slopes, sinks=jnp.zeros(8))
 
-      A new chunk of 4 queries against a cache of which each row has its own length:
+      Four new queries against a cache in which each batch entry has its own length:
 
-      >>> lengths = jnp.array([60, 96])  # keys in the cache, the chunk's among them
+      >>> lengths = jnp.array([60, 96])  # keys in the cache, including the new ones
       >>> out = attention(
       ...     q[:, :4],
       ...     k,
@@ -170,7 +209,54 @@ def attention(
 
     References: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
     Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries;
-    Press et al. (2021) for ALiBi; Salmon et al. (2011) for dropout's Philox bits.
+    Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
+    """
+    call = _checked(**locals())
+    operands = call.operands
+    problem = Problem(
+        axes=tuple(x.axes for x in operands),
+        spec_tree=jax.tree.structure(call.spec),
+        backend=_backends.choose(implementation, call),
+        config=config,
+        precision=call.precision,
+    )
+    with _derivatives.named_mode(problem.backend):
+        out, lse = _vjp.attend(problem, tuple(x.value for x in operands))
+    if not return_residual:
+        return out
+    return out, lse if "n" not in call.size else jnp.swapaxes(lse, -1, -2)
+
+
+def _checked(
+    *,
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    scale,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    query_segment_ids,
+    key_value_segment_ids,
+    query_offset,
+    logits_soft_cap,
+    alibi_slopes,
+    sinks,
+    dropout_rate,
+    dropout_rng,
+    broadcast_dropout,
+    precision,
+    implementation,
+    config,
+    return_residual,
+) -> Call:
+    """Checks the arguments of `attention` and gives their axes names.
+
+    Raises:
+      TypeError, ValueError: as `attention`.
     """
     query, key, value = _arguments.check_operands(query, key, value)
     _arguments.check_bool("is_causal", is_causal)
@@ -214,33 +300,25 @@ def attention(
     )
     if not spec.positional:
         spec = dataclasses.replace(spec, offset=None)
-    call = Call(*shape.operands(query, key, value), spec, config, precision)
-    operands = call.operands
-    problem = Problem(
-        axes=tuple(x.axes for x in operands),
-        spec_tree=jax.tree.structure(spec),
-        backend=_backends.choose(implementation, call),
-        config=config,
-        precision=precision,
-    )
-    with _derivatives.named_mode(problem.backend):
-        out, lse = _vjp.attend(problem, tuple(x.value for x in operands))
-    if not return_residual:
-        return out
-    return out, lse if shape.single else jnp.swapaxes(lse, -1, -2)
+    q, k, v = shape.operands(query, key, value)
+    return Call(q, k, v, spec, config, precision)
 
 
-def explain(*arguments, **keywords) -> str:
-    """Which implementation serves a call on this machine, and why the others do not.
+def explain(*arguments: Any, **keywords: Any) -> str:
+    """Says which implementation runs a call here, and why the others do not.
+
+    `explain` checks the call as `attention` does, but computes nothing.
 
     Args:
-      *arguments, **keywords: as for `attention`; arrays or `jax.ShapeDtypeStruct`.
+      *arguments, **keywords: the arguments of `attention`. Each array may be a
+        `jax.ShapeDtypeStruct`.
 
     Returns:
-      A text of one line for the decision and one for each implementation.
+      A text with one line for the decision and one line for each implementation. If the
+      named implementation does not support the call, the first line says why.
 
     Raises:
-      TypeError: if `attention` has no such argument.
+      TypeError, ValueError: if an argument is wrong, as `attention`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -249,24 +327,18 @@ def explain(*arguments, **keywords) -> str:
       >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
       implementation: xla
     """
-    given = inspect.signature(attention).bind(*arguments, **keywords).arguments
-    for name in ("query", "key", "value"):
-        _arguments.check_array(name, given[name])
-    implementation = given.get("implementation")
-    _arguments.check_implementation(implementation)
-    arrays = [x for x in given.values() if hasattr(x, "shape")]
-    return _backends.explain(implementation, _facts(arrays, given.get("config")))
-
-
-def _facts(arrays, config) -> dict:
-    """What the choice of a backend depends on; arrays: query, key, value and others."""
-    query, key, value, *_ = arrays
-    elements = [math.prod(x.shape) for x in arrays]
-    return {
-        "dtype": query.dtype,
-        "head_sizes": (key.shape[-1], value.shape[-1]),
-        # Symbolic sizes (`jax.export`) cannot be compared.
-        "elements": max((n for n in elements if isinstance(n, int)), default=0),
-        "symbolic": not all(isinstance(n, int) for n in elements),
-        "config": config,
+    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    given = bound.arguments
+    structs = {
+        name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)
     }
+    texts = []
+
+    def check(arrays):
+        call = _checked(**{**given, **arrays})
+        _sharding.explicit_division(call.operands)
+        texts.append(_backends.explain(given["implementation"], call))
+
+    jax.eval_shape(check, structs)
+    return texts[0]

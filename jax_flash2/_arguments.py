@@ -1,7 +1,7 @@
-"""The checks of attention's arguments, and their axes.
+"""Checks the arguments of attention and names their axes.
 
-Every error names the argument, says what came and what was expected, and is raised
-before anything else happens.
+Every error names the argument, says what was given and what was expected, and is
+raised before anything else happens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
 # Positions stay below this, so that int32 sums of a few of them do not overflow.
 _FAR = 1 << 28
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+# Why an argument may not be traced.
+_STATIC = "because it is compiled into the program"
 
 
 class Shape:
-    """The sizes of a call, and the checks of arguments against them."""
+    """The sizes of a call, and checks of the other arguments against them."""
 
     def __init__(self, query, key, value):
         del value
@@ -54,11 +56,13 @@ class Shape:
         """An integer array of exactly this shape."""
         x = _as_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} must be int32, got {x.dtype.name}")
+            raise TypeError(
+                f"{name} must have an integer dtype such as int32, got {x.dtype.name}"
+            )
         if x.shape != shape:
             raise ValueError(
-                f"{name} must have shape {shape} for query of batch shape "
-                f"{self.batch}, got {x.shape}"
+                f"{name} must have shape {shape} because query has batch shape "
+                f"{self.batch}, got shape {x.shape}"
             )
         return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
@@ -69,18 +73,18 @@ class Shape:
         return Named(_clipped(x, 0, size), self.batch_axes)
 
     def segments(self, query_ids, key_value_ids) -> list[SegmentIds]:
-        """None, one, or for ids of 64 bits one for each half."""
+        """Zero atoms, one, or one for each half of 64-bit ids."""
         if query_ids is None and key_value_ids is None:
             return []
         if query_ids is None:
             raise ValueError(
-                "key_value_segment_ids came without query_segment_ids: give both"
+                "key_value_segment_ids requires query_segment_ids, got None: pass both"
             )
         if key_value_ids is None:
             if self.t != self.s:
                 raise ValueError(
-                    "query_segment_ids alone stand for the keys' too, which needs "
-                    f"T == S, got T={self.t} and S={self.s}: give "
+                    "key_value_segment_ids defaults to query_segment_ids, which "
+                    f"requires T == S, got T={self.t} and S={self.s}: pass "
                     "key_value_segment_ids"
                 )
             key_value_ids = query_ids
@@ -90,8 +94,8 @@ class Shape:
         )
         if q.dtype != kv.dtype:
             raise TypeError(
-                "query_segment_ids and key_value_segment_ids must have one dtype, got "
-                f"{q.dtype.name} and {kv.dtype.name}"
+                "query_segment_ids and key_value_segment_ids must have the same "
+                f"dtype, got {q.dtype.name} and {kv.dtype.name}"
             )
         q_axes, kv_axes = (*self.batch_axes, "t"), (*self.batch_axes, "s")
         return [
@@ -103,18 +107,18 @@ class Shape:
         x = _as_array("mask", x)
         if x.dtype != jnp.bool_:
             raise TypeError(
-                f"mask must be bool (True = attend), got {x.dtype.name}; "
-                "use mask.astype(bool) or mask != 0"
+                f"mask must have dtype bool (True = attend), got {x.dtype.name}: pass "
+                "mask.astype(bool) or mask != 0"
             )
         full = (*self.batch, *self.heads, self.t, self.s)
         names = (*self.batch_axes, *self.head_axes, "t", "s")
         return DenseMask(_broadcast("mask", x, full, names))
 
     def _float(self, name: str, x) -> jax.Array:
-        """Wider than float32 only if the query is."""
+        """A float array, converted to float32 if it is wider than that and query."""
         x = _as_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be of a float dtype, got {x.dtype.name}")
+            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
         wide = x.dtype.itemsize > max(4, self.dtype.itemsize)
         return x.astype(jnp.float32) if wide else x
 
@@ -125,7 +129,7 @@ class Shape:
             shapes[self.batch + self.heads] = self.batch_axes + self.head_axes
         if x.shape not in shapes:
             expected = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
+            raise ValueError(f"{name} must have shape {expected}, got shape {x.shape}")
         return Named(x, shapes[x.shape])
 
     def slopes(self, x) -> Named:
@@ -142,12 +146,12 @@ class Shape:
         )
 
     def dropout(self, rate, rng, broadcast) -> Dropout | None:
-        """None for a rate of 0 (or less than 2**-17)."""
+        """None if the rate rounds to 0."""
         check_bool("broadcast_dropout", broadcast)
         if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
             raise TypeError(
-                "dropout_rate must be a number, known when the program is compiled, "
-                f"got {type(rate).__name__}"
+                f"dropout_rate must be a Python number {_STATIC}, got "
+                f"{type(rate).__name__}"
             )
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
@@ -157,14 +161,16 @@ class Shape:
         if rate == 0.0:
             return None
         if rng is None:
-            raise ValueError(f"dropout_rate={rate} needs dropout_rng, a JAX key")
+            raise ValueError(
+                f"dropout_rate={rate} requires dropout_rng, a JAX random key, got None"
+            )
         typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         raw = jax.eval_shape(jax.random.PRNGKey, 0)
         one = () if typed else raw.shape
         if rng.shape != one or not (typed or rng.dtype == raw.dtype):
             raise ValueError(
-                "dropout_rng must be one key, of jax.random.key or PRNGKey, got shape "
-                f"{rng.shape} and dtype {rng.dtype}"
+                "dropout_rng must be a single key from jax.random.key or "
+                f"jax.random.PRNGKey, got shape {rng.shape} and dtype {rng.dtype}"
             )
         if threshold == Dropout.threshold_of(0.0):
             return None
@@ -174,7 +180,7 @@ class Shape:
         return Dropout((Named(words[0], axes), Named(words[1], axes)), threshold)
 
     def scale(self, x) -> tuple[float, Named | None]:
-        """The static part of the scale, and its factor that is data."""
+        """The scale as a static number and a factor that is data."""
         if x is None:
             return 1.0 / math.sqrt(self.head_size), None
         if isinstance(x, jax.Array) and x.shape == ():
@@ -186,7 +192,7 @@ class Shape:
         except (TypeError, ValueError) as error:
             shape = f" of shape {np.shape(x)}" if hasattr(x, "shape") else ""
             raise TypeError(
-                "scale must be a number or a scalar array of a float dtype, got "
+                "scale must be a number or a scalar array with a float dtype, got "
                 f"{type(x).__name__}{shape}"
             ) from error
         if not math.isfinite(x):
@@ -194,7 +200,7 @@ class Shape:
         return x, None
 
     def offset(self, x) -> Named | None:
-        """query_offset as data, so that no value is compiled anew; None for 0."""
+        """query_offset as data, so that a new value compiles nothing; None for 0."""
         if isinstance(x, int | np.integer) and not isinstance(x, bool):
             if x == 0:
                 return None
@@ -210,13 +216,13 @@ class Shape:
 
 
 def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
-    """Names the axes of `x`, which broadcasts against `full` (axes `names`)."""
+    """Names the axes of `x`, which broadcasts to `full` (axes `names`)."""
     fits = x.ndim <= len(full) and all(
         size in (1, whole)
         for size, whole in zip(x.shape[::-1], full[::-1], strict=False)
     )
     if not fits:
-        raise ValueError(f"{name} must broadcast against {full}, got shape {x.shape}")
+        raise ValueError(f"{name} must broadcast to {full}, got shape {x.shape}")
     last = len(full) - x.ndim
     axes = (
         None if size == 1 and whole != 1 else axis
@@ -231,13 +237,13 @@ def _as_array(name: str, x) -> jax.Array:
 
 
 def _clipped(x: jax.Array, lo: int, hi: int) -> jax.Array:
-    """As int32, clipped before it loses bits; `x` has at least 32."""
+    """Clips `x`, which has at least 32 bits, before it becomes int32."""
     lo = max(lo, 0) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else lo
     return jnp.clip(x, jnp.array(lo, x.dtype), jnp.array(hi, x.dtype)).astype(jnp.int32)
 
 
 def _words(x: jax.Array) -> list[jax.Array]:
-    """int32 arrays that are all equal where integers of 32 or 64 bits are."""
+    """32-bit or 64-bit integers as int32 arrays, which are equal where `x` is."""
     words = jax.lax.bitcast_convert_type(x, jnp.int32)
     return [words] if words.ndim == x.ndim else [words[..., 0], words[..., 1]]
 
@@ -251,8 +257,7 @@ def check_soft_cap(x) -> float | None:
         x = float(x)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
-            "logits_soft_cap must be a number, known when the program is compiled, got "
-            f"{type(x).__name__}"
+            f"logits_soft_cap must be a Python number {_STATIC}, got {type(x).__name__}"
         ) from error
     if not (math.isfinite(x) and x > 0):
         raise ValueError(f"logits_soft_cap must be finite and > 0, got {x}")
@@ -270,17 +275,18 @@ def check_operands(query, key, value):
         check_array(name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(
-                f"{name} must be bfloat16, float16 or float32, got {x.dtype.name}"
+                f"{name} must have dtype bfloat16, float16, float32 or float64, got "
+                f"{x.dtype.name}"
             )
         if x.dtype != query.dtype:
             raise TypeError(
-                "query, key and value must have one dtype, got query "
+                "query, key and value must have the same dtype, got query "
                 f"{query.dtype.name} and {name} {x.dtype.name}"
             )
         if x.ndim == 1 or x.ndim == 0:
             raise ValueError(
-                f"{name} must be [*B, rows, heads, head size] or [rows, head size], "
-                f"got shape {x.shape}"
+                f"{name} must have shape [*B, rows, heads, head size] or [rows, head "
+                f"size], got shape {x.shape}"
             )
         if x.ndim != query.ndim:
             raise ValueError(
@@ -289,11 +295,13 @@ def check_operands(query, key, value):
             )
         if not all(isinstance(n, int) for n in x.shape[-3:]):
             raise ValueError(
-                f"{name} must have constant rows, heads and head size (batch axes may "
-                f"be symbolic), got shape {x.shape}"
+                f"{name} must have constant numbers of rows and heads and a constant "
+                f"head size (only batch axes may be symbolic), got shape {x.shape}"
             )
         if x.shape[-1] == 0:
-            raise ValueError(f"{name} has head size 0: shape {x.shape}")
+            raise ValueError(
+                f"{name} must have a head size of at least 1, got shape {x.shape}"
+            )
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"query and key must have the same head size, got query {query.shape} and "
@@ -301,20 +309,21 @@ def check_operands(query, key, value):
         )
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
-            "key and value must agree in all but the head size, got key "
+            "key and value must have the same shape except for the head size, got key "
             f"{key.shape} and value {value.shape}"
         )
     if query.ndim > 2:
         if query.shape[:-3] != key.shape[:-3]:
             raise ValueError(
-                "query and key must have the same batch axes, got query "
+                "query and key must have the same batch shape, got query "
                 f"{query.shape} and key {key.shape}"
             )
         n, k = query.shape[-2], key.shape[-2]
         if (k == 0 and n != 0) or (k != 0 and n % k):
             raise ValueError(
-                f"the {k} heads of key must divide the {n} heads of query, got query "
-                f"{query.shape} and key {key.shape}"
+                "the number of key heads must divide the number of query heads, got "
+                f"{k} key heads (key {key.shape}) and {n} query heads (query "
+                f"{query.shape})"
             )
     return tuple(jnp.asarray(x) for x in operands.values())
 
@@ -333,7 +342,7 @@ def check_implementation(implementation) -> None:
 
 
 def check_precision(precision) -> jax.lax.Precision | None:
-    """The precision of float32 products that is at least what was asked for."""
+    """Returns the first precision that is at least as exact as the one requested."""
     if precision is None or precision == (None, None):
         # As jax.numpy does.
         precision = jax.config.jax_default_matmul_precision
@@ -358,7 +367,7 @@ _PRECISIONS = (
 
 
 def _precision(x) -> jax.lax.Precision | None:
-    """Of one operand; None if x is none."""
+    """The precision for one operand; None if `x` is not a precision."""
     if isinstance(x, bool):
         return None
     try:
@@ -386,12 +395,13 @@ def check_window(window: Any, is_causal: bool) -> Window | None:
     for side in sides:
         if side is not None:
             if isinstance(side, bool):
-                raise TypeError(f"local_window_size must hold ints, got {window!r}")
+                raise TypeError(f"local_window_size must contain ints, got {window!r}")
             try:
                 side = operator.index(side)
             except TypeError as error:
                 raise TypeError(
-                    f"local_window_size must hold Python ints or None, got {window!r}"
+                    "local_window_size must contain Python ints or None, got "
+                    f"{window!r}"
                 ) from error
             if side < 0:
                 raise ValueError(

@@ -39,9 +39,9 @@ from pallas_kernels.core.axes import Named, sizes, summed_to
 
 @contextlib.contextmanager
 def named_mode(backend: str):
-    """Within, JAX's TypeError of forward mode over a custom_vjp names the way out.
+    """Rewrites JAX's TypeError for forward mode over a custom_vjp to name a solution.
 
-    In the derivative of a function that was jitted before, JAX's own words remain.
+    JAX's own message remains if the differentiated function was already jitted.
     """
     try:
         yield
@@ -49,8 +49,9 @@ def named_mode(backend: str):
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            f"implementation={backend!r} has no forward mode (jax.jvp, jax.jacfwd) but "
-            "over reverse mode: got tangents; pass implementation='xla', which has"
+            f"implementation={backend!r} supports forward mode (jax.jvp, jax.jacfwd) "
+            "only on top of reverse mode, got tangents without reverse mode: pass "
+            "implementation='xla'"
         ) from error
 
 
@@ -133,9 +134,9 @@ def _tangent(kind: _Kind) -> _Kind:
 
 def _no_transpose(*_, **__):
     raise NotImplementedError(
-        "reverse mode of a second derivative of attention: take it by forward mode "
-        "(jax.jvp) over the others, or pass implementation='reference', which takes "
-        "memory quadratic in the sequence length"
+        "attention does not support reverse mode on top of a second derivative: use "
+        "forward mode (jax.jvp) for the outermost derivative, or pass "
+        "implementation='reference', whose memory is quadratic in the sequence length"
     )
 
 

@@ -1,61 +1,68 @@
-"""attention() in the words of Flax: an `attention_fn` for its attention modules."""
+"""flax_attention(): attention() as an `attention_fn` for Flax's attention modules."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+from typing import Any
 
-from jax_flash2._api import attention
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_flash2._api import Array, Precision, attention
 
 
 def flax_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng=None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype=None,
-    precision=None,
-    module=None,
+    dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
+    module: Any = None,
     force_fp32_for_softmax: bool = False,
     is_causal: bool = False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-    **arguments,
-):
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    **arguments: Any,
+) -> jax.Array:
     """`attention` with the signature of Flax's `dot_product_attention`.
 
-    For `linen.MultiHeadDotProductAttention`, `linen.MultiHeadAttention` and
-    `nnx.MultiHeadAttention`, decoding with a cache included. Flax is not imported.
+    Pass it as attention_fn to `linen.MultiHeadDotProductAttention`,
+    `linen.MultiHeadAttention` or `nnx.MultiHeadAttention`. Decoding with a cache works
+    too. This module does not import Flax.
 
     Args:
       query: [*B, T, N, H].
-      key: [*B, S, K, H], K divides N.
+      key: [*B, S, K, H]. K must divide N.
       value: [*B, S, K, Hv].
-      bias: any dtype, broadcasts against [*B, N, T, S].
-      mask: bool, or numbers of which 0 masks; broadcasts against [*B, N, T, S].
-      broadcast_dropout: drop the same pairs in every batch entry and head.
-      dropout_rng: a JAX key.
-      dropout_rate: chance in [0, 1) that a probability is dropped.
-      deterministic: no dropout.
-      dtype: to compute in; by default what query, key and value promote to.
-      precision: of products of float32, see `attention`.
-      module: must be None: attention weights cannot be sown, for they are never made.
-      force_fp32_for_softmax: the softmax is in float32 either way.
-      is_causal: attend only to keys at or before the query's position.
-      qk_attn_weights_einsum, attn_weights_value_einsum: must be None: the products are
-        the kernels' own.
-      **arguments: more arguments of `attention`, as by `functools.partial`.
+      bias: any dtype. Broadcasts to [*B, N, T, S].
+      mask: bool, or numbers of which 0 masks. Broadcasts to [*B, N, T, S].
+      broadcast_dropout: if True, every batch entry and head drops the same pairs.
+      dropout_rng: a JAX random key.
+      dropout_rate: the probability in [0, 1) of dropping each attention weight.
+      deterministic: if True, no dropout.
+      dtype: the dtype to compute in: bfloat16, float16, float32 or float64 (float64
+        requires x64 mode). Default: the dtype that query, key and value promote to.
+      precision: the precision of float32 products; see `attention`.
+      module: must be None. Flax passes a module to sow attention weights, but
+        jax_flash2 never materializes them.
+      force_fp32_for_softmax: has no effect. The softmax always uses at least float32.
+      is_causal: if True, a query attends only to keys at or before its position.
+      qk_attn_weights_einsum, attn_weights_value_einsum: must be None. jax_flash2
+        computes both products itself.
+      **arguments: other arguments of `attention`, for use with `functools.partial`.
 
     Returns:
-      [*B, T, N, Hv]. Where Flax gives the mean of the values to a row without keys,
-      this gives 0.
+      [*B, T, N, Hv]. A row without keys is 0. (Flax returns the mean of the values.)
 
     Raises:
-      TypeError, ValueError: as `attention`; and for a `module` or an einsum.
+      TypeError, ValueError: if an argument is wrong, as `attention`; or if `module` or
+        an einsum is not None.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,8 +81,9 @@ def flax_attention(
     del force_fp32_for_softmax
     if module is not None:
         raise ValueError(
-            "sow_weights=True is not supported (module must be None): jax_flash2 never "
-            "makes the weights; use Flax's own attention_fn to inspect them"
+            f"module must be None, got {type(module).__name__}: jax_flash2 never "
+            "materializes attention weights, so sow_weights=True is not supported; use "
+            "Flax's own attention_fn to inspect them"
         )
     einsums = {
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -84,8 +92,8 @@ def flax_attention(
     for name, einsum in einsums.items():
         if einsum is not None:
             raise ValueError(
-                f"{name} must be None, got {einsum!r}: jax_flash2 computes the "
-                "products in its kernels; use Flax's own attention_fn to replace them"
+                f"{name} must be None, got {einsum!r}: jax_flash2 computes this "
+                "product itself; use Flax's own attention_fn to replace it"
             )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))

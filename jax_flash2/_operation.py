@@ -102,11 +102,10 @@ def _forward_rule(problem: Problem, operands):
             jnp.zeros(o.shape, o.dtype),
             jnp.full(lse.shape, -jnp.inf, lse.dtype),
         ]
-    *qkv, spec = problem.named([x.value for x in operands])
+    q, k, v, spec = problem.named([x.value for x in operands])
+    options = {"config": problem.config, "precision": problem.precision}
     backend = _backends.module(problem.backend)
-    return backend.forward(
-        *qkv, spec, (o, lse), config=problem.config, precision=problem.precision
-    )
+    return backend.forward(q, k, v, spec, (o, lse), **options)
 
 
 def _backward_rule(problem: Problem, operands):
@@ -114,11 +113,10 @@ def _backward_rule(problem: Problem, operands):
     if 0 in sizes(operands).values():
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
-    *qkv, spec = problem.named([x.value for x in arrays])
+    q, k, v, spec = problem.named([x.value for x in arrays])
+    options = {"config": problem.config, "precision": problem.precision}
     backend = _backends.module(problem.backend)
-    return backend.backward(
-        *qkv, spec, saved, outputs, config=problem.config, precision=problem.precision
-    )
+    return backend.backward(q, k, v, spec, saved, outputs, **options)
 
 
 class Operation:

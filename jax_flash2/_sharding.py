@@ -149,6 +149,7 @@ def explicit_division(operands: Sequence[Named]) -> Division | None:
     """
     along: dict[str, tuple[str, ...]] = {}
     mesh = None
+    first: dict[str, str] = {}  # the argument that `along` was read from
     for i, x in enumerate(operands):
         argument = _ARGUMENTS[i] if i < len(_ARGUMENTS) else "an argument"
         sharding = _type(x.value).sharding
@@ -160,21 +161,23 @@ def explicit_division(operands: Sequence[Named]) -> Division | None:
             if name in ("t", "s", "h", "d"):
                 kind = "rows" if name in ("t", "s") else "head size"
                 raise ValueError(
-                    f"{argument} is sharded along its {kind} (mesh axes {axes}): every "
-                    "device needs them whole; see jax.reshard"
+                    f"{argument} is sharded along its {kind} by mesh axes {axes}, but "
+                    "every device needs the whole axis: use jax.reshard"
                 )
             name = "n" if name == "k" else name
             if along.setdefault(name, axes) != axes:
                 where = "heads" if name == "n" else "a batch axis"
                 raise ValueError(
-                    f"{argument} is sharded along {where} by mesh axes {axes}, another "
-                    f"argument by {along[name]}"
+                    f"{argument} is sharded along {where} by mesh axes {axes}, but "
+                    f"{first[name]} by mesh axes {along[name]}: shard both alike"
                 )
+            first.setdefault(name, argument)
             for other, taken in along.items():
                 if other != name and set(taken) & set(axes):
                     raise ValueError(
-                        f"{argument} is sharded by mesh axes {axes}, by which another "
-                        "argument is sharded along another axis"
+                        f"{argument} is sharded by mesh axes {axes}, but "
+                        f"{first[other]} is sharded along another axis by mesh axes "
+                        f"{taken}: a mesh axis can shard only one axis of a call"
                     )
     return None if mesh is None else Division(mesh, along, sizes(operands))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
-from pallas_kernels.core.axes import Axes, batch_axes, sizes
+from pallas_kernels.core.axes import batch_axes, sizes
 from pallas_kernels.tables import padded
 
 
@@ -156,10 +156,10 @@ class Layout(abc.ABC):
     def __init__(
         self,
         operands,
-        parallel: Axes,
+        parallel: tuple[str, ...],
         heads: str,
         blocks: Blocks,
-        looped: Axes = (),
+        looped: tuple[str, ...] = (),
     ):
         size = sizes(operands)
         self.size = size

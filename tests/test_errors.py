@@ -1,6 +1,7 @@
 """Wrong calls: an error that names the argument, what came and what was expected."""
 
 import functools
+import inspect
 import re
 import warnings
 
@@ -8,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_flash2 import Blocks, _vjp, attention, explain
+from jax_flash2 import Blocks, _api, _vjp, attention, explain
 from pallas_kernels import device
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
@@ -35,11 +37,89 @@ def test_wrong_call(name, jit):
         assert word in message, message
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_explain_raises_what_attention_raises(name):
+    """The same error; where a named implementation cannot serve, a text with it."""
+    changes, error, _ = WRONG[name]
+    arguments = {**GOOD, **changes}
+    with pytest.raises(error) as expected:
+        attention(**arguments)
+    if name == "triton_head_size":
+        assert explain(**arguments).startswith(f"error: {expected.value}")
+        return
+    with pytest.raises(error) as caught:
+        explain(**arguments)
+    assert str(caught.value) == str(expected.value)
+
+
+# JAX makes float64 float32; and one is an error of the machine.
+_NOT_OF_SHAPES = {"query_float64", "window_array", "triton_head_size"}
+
+
+@pytest.mark.parametrize("name", [x for x in WRONG if x not in _NOT_OF_SHAPES])
+def test_explain_raises_for_shapes(name):
+    """The same again, with every array replaced by its shape and dtype."""
+    changes, error, words = WRONG[name]
+    arguments = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+        for k, x in {**GOOD, **changes}.items()
+    }
+    with pytest.raises(error) as caught:
+        explain(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_explain_refuses_unknown_arguments():
+    with pytest.raises(TypeError, match="causal"):
+        explain(**GOOD, causal=True)
+    with pytest.raises(TypeError, match="value"):
+        explain(GOOD["query"], GOOD["key"])
+
+
+def test_explain_refuses_shardings_that_attention_refuses():
+    mesh = jax.make_mesh(
+        *((1,), ("rows",)), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1]
+    )
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec(None, "rows"))
+        x = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32, sharding=rows)
+        with pytest.raises(ValueError, match="query is sharded along its rows"):
+            explain(x, x, x)
+
+
+def test_types_name_every_keyword():
+    """The overloads of `attention` have its keywords, with its types."""
+    types = dict(inspect.get_annotations(attention))
+    for name in ("query", "key", "value", "bias", "mask", "return_residual", "return"):
+        del types[name]
+    options = inspect.get_annotations(_api._Options)
+    assert {k: x.__forward_arg__ for k, x in options.items()} == types
+
+
+def test_explain_computes_nothing():
+    """Of arrays or of shapes: 2**38 products would not end."""
+    x = jax.ShapeDtypeStruct((8, 2**18, 16, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((8, 2**18), jnp.int32)
+    slopes, key = jax.ShapeDtypeStruct((16,), jnp.float32), jax.random.key(0)
+    text = explain(
+        *(x, x, x),
+        query_segment_ids=ids,
+        alibi_slopes=slopes,
+        dropout_rate=0.1,
+        dropout_rng=jax.ShapeDtypeStruct((), key.dtype),
+        scale=jax.ShapeDtypeStruct((), jnp.float32),
+        query_offset=jax.ShapeDtypeStruct((8,), jnp.int32),
+        implementation="xla",
+    )
+    assert text.startswith("implementation: xla")
+
+
 @pytest.mark.parametrize(
     ("name", "number", "words"),
     [
-        ("logits_soft_cap", jnp.float32(1), "number, known when the program is"),
-        ("dropout_rate", jnp.float32(0.1), "number, known when the program is"),
+        ("logits_soft_cap", jnp.float32(1), "Python number because it is compiled"),
+        ("dropout_rate", jnp.float32(0.1), "Python number because it is compiled"),
         ("local_window_size", jnp.int32(1), "Python ints or None"),
         ("is_causal", jnp.bool_(True), "Python bool"),
         ("broadcast_dropout", jnp.bool_(True), "Python bool"),
