@@ -3,7 +3,7 @@
     python -m benchmarks.tune
 
 Times blocks that fit the GPU, kernel by kernel, for each head size and regime
-(`pallas_kernels.configs.REGIMES`), each on a few shapes side by side. Every timing goes
+(`pallas_kernels.tables.REGIMES`), each on a few shapes side by side. Every timing goes
 to `tune.jsonl`; the blocks with the smallest geometric mean go into the GPU's table in
 `pallas_kernels/tuning`, which the library reads. A table is only as good as the shapes
 below; a GPU without one takes the H200's, where it fits.
@@ -31,16 +31,16 @@ from absl import flags
 import jax_flash2
 from benchmarks import harness, options, programs, records
 from benchmarks.harness import Program, Shape
-from pallas_kernels import configs, device
+from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks, Config
-from pallas_kernels.triton import support
+from pallas_kernels.triton import support, tuning
 
 _HEAD_SIZES = options.integers("head_sizes", "64,128,256,512", "Head sizes, H.")
-_REGIMES = options.names("regimes", list(configs.REGIMES), configs.REGIMES, "Which")
+_REGIMES = options.names("regimes", list(tables.REGIMES), tables.REGIMES, "Which")
 _KERNELS = options.names("kernels", list(configs.KERNELS), configs.KERNELS, "Which")
 _REPEATS = options.repeats(3)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin nothing after this long.")
-_TABLES_DIR = flags.DEFINE_string("tables_dir", str(configs.TUNING), "Of the table.")
+_TABLES_DIR = flags.DEFINE_string("tables_dir", str(tables.TUNING), "Of the table.")
 _RESULTS_DIR, _COMMIT = options.files()
 
 _TOKENS, _HIDDEN = 16384, 2048
@@ -123,13 +123,13 @@ def problems(regime: str, head_size: int) -> list[Problem]:
 def kernels(regime: str, head_size: int) -> list[str]:
     if head_size > 256 and regime not in ("plain", "float32"):
         return []  # as those
-    names = configs.kernels((head_size, head_size))
+    names = tuning.kernels((head_size, head_size))
     with_operand = regime in ("plain", "bias")
-    return [name for name in names if name != "operand" or with_operand]
+    return [name for name in names if name != "dbias" or with_operand]
 
 
 def itemsize(regime: str) -> float:
-    sizes = {"float32": 4, "float32 highest": configs.SPLIT_ITEMSIZE}
+    sizes = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
     return sizes.get(regime, 2)
 
 
@@ -144,23 +144,25 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": device.device_kind()}
-    options |= {"holds": support.holds()}
-    found = [configs.choose(kernel, None, kind=regime, **options)]
+    options |= {"holds": support.reads_left_from_shared_memory()}
+    found = [tuning.choose(kernel, None, regime=regime, **options)]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
-    left = configs.LEFT[kernel] if half and support.holds() else 0
+    left = (
+        tuning.LEFT[kernel] if half and support.reads_left_from_shared_memory() else 0
+    )
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
-    for sizes, held in itertools.product(shapes, range(left + 1)):
-        blocks = Blocks(*sizes, held=held)
+    for sizes, kept in itertools.product(shapes, range(left + 1)):
+        blocks = Blocks(*sizes, left_in_registers=kept)
         own, other = blocks.block_q, blocks.block_kv
         if kernel in ("dkv", "dk", "dv"):
             own, other = other, own
-        accumulators = 2 if kernel == "dkv" else 0 if kernel == "operand" else 1
+        accumulators = 2 if kernel == "dkv" else 0 if kernel == "dbias" else 1
         scores = 1 if kernel in ("forward", "dv") else 2
         values = own * (accumulators * head_size + scores * other)
-        values += own * held * head_size / 2
+        values += own * kept * head_size / 2
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
-        need = configs.shared_memory(kernel, blocks, heads, size, pair_bytes)
+        need = tuning.shared_memory(kernel, blocks, heads, size, pair_bytes)
         large = 2**12 if half and head_size <= 128 else 2**10
         if half and (own < 16 * blocks.num_warps or other < 32):
             continue
@@ -188,7 +190,7 @@ def lowered(
     inputs = [*problem.shape.structs()[:3], *problem.arrays.values()]
     saving = _saving(problem, kernel, config)
     tree = jax.tree.structure(jax.eval_shape(saving, *inputs))
-    wanted = {"dq": [0], "dkv": [1, 2], "dk": [1], "dv": [2], "operand": [3]}[kernel]
+    wanted = {"dq": [0], "dkv": [1, 2], "dk": [1], "dv": [2], "dbias": [3]}[kernel]
 
     def backward(saved, do):
         gradients = tree.unflatten(saved)(do)
@@ -221,7 +223,7 @@ def _attention(problem: Problem, config: Config | None):
 
 def _saving(problem: Problem, kernel: str, config: Config | None):
     """Of the same; the backward pass, for `operand` with that array's gradient too."""
-    attention, own = _attention(problem, config), 4 if kernel == "operand" else 3
+    attention, own = _attention(problem, config), 4 if kernel == "dbias" else 3
     return lambda *x: jax.vjp(lambda *y: attention(*y, *x[own:]), *x[:own])[1]
 
 
@@ -258,7 +260,7 @@ def measure(run: records.Run, regime: str, kernel: str, head_size: int, rounds: 
     """
     blocks = candidates(kernel, head_size, regime)
     for problem in problems(regime, head_size):
-        if kernel == "operand" and problem.operand is None:
+        if kernel == "dbias" and problem.operand is None:
             continue
         timings, failures = _time(problem, kernel, blocks, rounds)
         for b in blocks:
@@ -310,7 +312,7 @@ def write_table(path: Path, gpu: str, made: dict, chosen: dict) -> None:
     """Puts blocks into the table of a GPU; what it has of others stays."""
     # A GPU's first table begins as the one that the library takes for it.
     known = json.loads(path.read_text())["blocks"] if path.exists() else None
-    blocks = copy.deepcopy(known or configs.table(gpu))
+    blocks = copy.deepcopy(known or tables.table("triton", gpu))
     for (kernel, head_size, regime), found in chosen.items():
         blocks[kernel][str(head_size)][regime] = found
     lines = []
@@ -345,7 +347,7 @@ def main():
             rows += found
             tried = len({tuple(row["feature"]) for row in found})
             progress.step(f"{at}: {chosen} of {tried}, now {found[0]['feature']}")
-    path = Path(_TABLES_DIR.value) / configs.table_path(gpu).name
+    path = Path(_TABLES_DIR.value) / tables.table_path("triton", gpu).name
     path.parent.mkdir(parents=True, exist_ok=True)
     made = {name: run.facts[name] for name in ("date", "commit", "versions")}
     write_table(path, gpu, made, best(rows))

@@ -79,7 +79,8 @@ def _score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Arr
     else:
         axes = (*(a for a in batch if a not in summed), *rows)
     dtype = out.dtype if len(rows) == 2 else jnp.float32
-    result = Named(jax.ShapeDtypeStruct([size[a] for a in axes], dtype), axes)
+    shape = [size[a] for a in axes if a is not None]
+    result = Named(jax.ShapeDtypeStruct(shape, dtype), axes)
     looped = "t" if rows == ("s",) else "s"
     options = {"field": field, "summed": summed}
     (total,) = run("dbias", looped, q, k, v, spec, saved, (result,), **options)

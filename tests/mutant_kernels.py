@@ -92,8 +92,9 @@ _TRITON = [
         ),
         (
             "p of dq rounded to bfloat16",
-            "lse_log2[:, None], launch.arithmetic)",
-            "lse_log2[:, None], launch.arithmetic).astype(k.dtype)",
+            'pairs.along(lse_log2, "t"))\n',
+            'pairs.along(lse_log2, "t"))\n'
+            "            again = again._replace(p=again.p.astype(k.dtype))\n",
             SUMS,
             "dz is rounded by as much right after: a result is hardly further off",
         ),
@@ -142,14 +143,8 @@ _TRITON = [
         "pallas_kernels/triton/__init__.py",
         (
             "the regime always plain",
-            "kind=_kind(size, operands, spec, pair_bytes),",
-            'kind="plain",',
-            REGIME,
-        ),
-        (
-            "packed documents in the regime of long rows",
-            "if packed or 4 * keys",
-            "if 4 * keys",
+            "regime=tables.regime(operands, spec),",
+            'regime="plain",',
             REGIME,
         ),
         (
@@ -160,7 +155,7 @@ _TRITON = [
         ),
     ),
     *of(
-        "pallas_kernels/triton/program.py",
+        "pallas_kernels/program.py",
         (
             "causal order not reversed",
             'layout.num_blocks["t"] - 1 - i',
@@ -169,8 +164,8 @@ _TRITON = [
         ),
         (
             "every window reversed",
-            'getattr(atom, "right", None) is not None',
-            'hasattr(atom, "right")',
+            "if spec.later_rows_see_more:",
+            "if spec.masks:",
             f"{COUNTS} -k most_keys",
         ),
         (
@@ -193,7 +188,7 @@ _TRITON = [
         ),
     ),
     *of(
-        "pallas_kernels/triton/memory.py",
+        "pallas_kernels/layout.py",
         (
             "padding is loaded one row too far",
             "exists = rows.numbers < rows.limit",
@@ -201,22 +196,34 @@ _TRITON = [
             ADDRESSES,
         ),
         (
+            "a head padded to too few elements",
+            "None if full == size else size",
+            "None",
+            rule("head_40"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/tables.py",
+        (
+            "packed documents in the regime of long rows",
+            "if spec.is_sparse or 4 * keys",
+            "if 4 * keys",
+            REGIME,
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/memory.py",
+        (
             "the key head of a query head",
             '_program("n", self.group)',
             '_program("n")',
             rule("gqa"),
         ),
         (
-            "tiles held in the interpreter's place",
-            "0 if self.interpret else self.blocks.held",
+            "tiles kept in the interpreter's place",
+            "0 if self.interpret else self.blocks.left_in_registers",
             "0",
             "tests/test_lowering.py -k 'left_operands and 128 and bfloat16'",
-        ),
-        (
-            "a head padded to too few elements",
-            "None if full == size else size",
-            "None",
-            rule("head_40"),
         ),
     ),
     *of(
@@ -250,8 +257,8 @@ _TRITON = [
         "pallas_kernels/triton/support.py",
         (
             "precision ignored by the kernels",
-            "return configs.SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6",
-            "return configs.SPLIT_ITEMSIZE, lax.Precision.DEFAULT",
+            "return SPLIT_ITEMSIZE, lax.DotAlgorithmPreset.BF16_BF16_F32_X6",
+            "return SPLIT_ITEMSIZE, lax.Precision.DEFAULT",
             PRECISION,
         ),
         (
@@ -265,7 +272,7 @@ _TRITON = [
         ("the wrong half of a product's bits", "mul.hi.u32", "mul.lo.u32", ASSEMBLY),
         ("one more level of bits kept", "setp.lt.u32", "setp.le.u32", ASSEMBLY),
         (
-            "a tile held in registers of another dtype",
+            "a tile kept in registers in another dtype",
             'kept = "=r,0" if pack > 1',
             'kept = "=r,0" if pack > 2',
             ASSEMBLY,
@@ -277,7 +284,7 @@ _TRITON = [
             ASSEMBLY,
         ),
         (
-            "tiles held on GPUs that need it not",
+            "tiles kept in registers on GPUs that need it not",
             "capability() // 10 == 9",
             "capability() // 10 >= 9",
             "tests/test_lowering.py -k only_gpus_of",
@@ -295,6 +302,15 @@ _TRITON = [
     *of(
         "pallas_kernels/configs.py",
         (
+            "the caller's blocks of dk and dv not taken",
+            'kernel in ("dk", "dv") else',
+            'kernel in ("dv",) else',
+            FIT,
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/tuning.py",
+        (
             "blocks larger than the rows",
             "block_q=min(blocks.block_q, padded(rows[0])),",
             "block_q=blocks.block_q,",
@@ -307,14 +323,8 @@ _TRITON = [
             FIT,
         ),
         (
-            "the caller's blocks of dk and dv not taken",
-            'kernel in ("dk", "dv"):',
-            'kernel in ("dv",):',
-            FIT,
-        ),
-        (
-            "tiles that are held counted",
-            "LEFT[kernel] - blocks.held",
+            "tiles in registers counted",
+            "LEFT[kernel] - blocks.left_in_registers",
             "LEFT[kernel]",
             "tests/test_lowering.py -k 'left_operands and 128 and bfloat16'",
         ),
@@ -332,14 +342,14 @@ _PLAIN_JAX = [
         ),
         (
             "the last block of keys not visited",
-            "is_last = j + 1 >= end[i]",
-            "is_last = j + 2 >= end[i]",
+            "is_last = j + 1 >= of(end, i)",
+            "is_last = j + 2 >= of(end, i)",
             rule("causal", backend="xla_blocks"),
         ),
         (
             "whole rows by their log-sum-exp",
-            'if plan.count("s") == 1:\n            return flash2.softmax',
-            "if False:\n            return flash2.softmax",
+            'if plan.count("s") == 1:\n            p =',
+            "if False:\n            p =",
             "tests/test_accumulate.py -k test_whole_rows_masked_by_numbers",
         ),
         (

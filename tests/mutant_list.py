@@ -90,8 +90,8 @@ MUTANTS = [
         ),
         (
             "edges visited where full blocks are",
-            "jnp.asarray(i >= before, jnp.int32)",
-            "jnp.asarray(i > before, jnp.int32)",
+            "jnp.asarray(index >= before, jnp.int32)",
+            "jnp.asarray(index > before, jnp.int32)",
             "tests/test_mask.py -k fold_visits",
         ),
         (
@@ -145,9 +145,9 @@ MUTANTS = [
         ),
         (
             "the forward summed in bfloat16",
-            "return State(m, l + sums, acc + product(p))",
+            "return State(m, add_row_sums(l, p), acc + product(p))",
             "more = (acc + product(p)).astype(jnp.bfloat16).astype(acc.dtype); "
-            "return State(m, l + sums, more)",
+            "return State(m, add_row_sums(l, p), more)",
             SUMS,
         ),
         (
@@ -158,8 +158,8 @@ MUTANTS = [
         ),
         (
             "an old sum not scaled by a new maximum",
-            "State(top, l * alpha, acc * alpha)",
-            "State(top, l, acc * alpha)",
+            "l = state.l * (alpha if",
+            "l = state.l * (1.0 if",
             rule("window"),
         ),
         (
@@ -212,7 +212,7 @@ MUTANTS = [
         "pallas_kernels/core/pairs.py",
         (
             "delta with dropout's scale",
-            "delta * (1 / self.spec.dropout_scale)",
+            "delta * (1 / spec.dropout_scale)",
             "delta",
             rule("dropout"),
         ),
@@ -239,7 +239,7 @@ MUTANTS = [
         ),
         (
             "a masked score under a soft cap",
-            "scores.x, self.masked)",
+            "scores.x, self.pairs.masked)",
             "scores.x, False)",
             rule("soft_cap"),
         ),
@@ -360,8 +360,8 @@ MUTANTS = [
         "jax_flash2/_api.py",
         (
             "positions of ALiBi without a window dropped",
-            "if window is None and not score.positional:",
-            "if window is None:",
+            "if not spec.positional:",
+            "if not any(atom.positional for atom in spec.masks):",
             rule("pairwise_0", "pairwise_1", "pairwise_5", "alibi_two_sided"),
         ),
     ),

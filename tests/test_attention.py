@@ -81,7 +81,10 @@ HELD = ("plain", "causal_more_keys", "gqa", "head_40", "head_192_128", "everythi
 def test_blocks_held_in_registers(name, dtype, held, record_property):
     case = by_name(name)
     small = 16 if max(case.h, case.d) > 128 or dtype == "float32" else 64
-    rows, keys = Blocks(64, small, 4, 2, held=held), Blocks(small, 64, 4, 2, held=held)
+    rows, keys = (
+        Blocks(64, small, 4, 2, left_in_registers=held),
+        Blocks(small, 64, 4, 2, left_in_registers=held),
+    )
     config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
     check_error_rule(case, dtype, ["triton"], record_property, config=config)
 

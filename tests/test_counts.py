@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks
+from pallas_kernels import program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import DenseMask, Lengths, Range, SegmentIds, Window
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.triton import memory, program
+from pallas_kernels.triton import memory
 
 BLOCK = 4
 

@@ -74,12 +74,12 @@ INSTRUCTIONS = {
     "soft cap of float32": (jnp.float32, {"logits_soft_cap": 1.0}, {ONE, *BIASED}),
     "held": (
         jnp.bfloat16,
-        {"config": config(held=1)},
+        {"config": config(left_in_registers=1)},
         {ONE, *PLAIN, ("", "=r,0,f,f", 2)},
     ),
     "held float32": (
         jnp.float32,
-        {"config": config(held=1)},
+        {"config": config(left_in_registers=1)},
         {ONE, *PLAIN, ("", "=f,0,f", 1)},
     ),
 }

@@ -13,8 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Blocks, Config, attention
-from pallas_kernels import configs
-from pallas_kernels.triton import addresses, registers, support
+from pallas_kernels import configs, tables
+from pallas_kernels.triton import addresses, registers, support, tuning
 from tests.cases import CASES, by_name
 from tests.lowering import kernel_modules, lower_for_gpu
 from tests.tiers import deeply
@@ -58,8 +58,8 @@ def test_every_case_lowers(case):
     run, shapes = forward_and_backward(case.full(), dtype)
     device = GPUS[index % 2] if max(case.h, case.d) <= 256 else GPUS[0]
     text = lower_for_gpu(run, *shapes, device=device)
-    heads = (configs.padded(case.h), configs.padded(case.d))
-    kernels = set(configs.kernels(heads)) - {"operand"}
+    heads = (tables.padded(case.h), tables.padded(case.d))
+    kernels = set(tuning.kernels(heads)) - {"dbias"}
     for kernel in kernels:
         assert f"flash2_{kernel}" in text
     operands = case.has("bias") + case.has("alibi_slopes")  # a kernel for each
@@ -148,24 +148,24 @@ def test_lowers_for_several_described_gpus():
 
 @pytest.mark.parametrize("limit_kib", [99, 163, 227])
 @pytest.mark.parametrize("kernel", configs.KERNELS)
-@pytest.mark.parametrize("itemsize", [2, 4, configs.SPLIT_ITEMSIZE])
+@pytest.mark.parametrize("itemsize", [2, 4, tuning.SPLIT_ITEMSIZE])
 @pytest.mark.parametrize("head", [16, 64, 128, 256, 512])
 def test_blocks_fit_shared_memory(limit_kib, kernel, itemsize, head):
     limit = limit_kib << 10
     heads = (head, head)
-    if kernel not in configs.kernels(heads):
+    if kernel not in tuning.kernels(heads):
         return
-    if configs.smallest(kernel, heads, itemsize) > limit:
+    if tuning.smallest(kernel, heads, itemsize) > limit:
         # Split float32 is then multiplied as it is.
-        assert itemsize == configs.SPLIT_ITEMSIZE or (limit_kib, head) == (99, 512)
+        assert itemsize == tuning.SPLIT_ITEMSIZE or (limit_kib, head) == (99, 512)
         assert itemsize >= 4
         return
     options = {"rows": (4096, 4096), "heads": heads, "itemsize": itemsize}
     for pair_bytes in (0, 1, 4):
-        blocks = configs.choose(
+        blocks = tuning.choose(
             kernel, None, limit=limit, pair_bytes=pair_bytes, **options
         )
-        used = configs.shared_memory(kernel, blocks, heads, itemsize, pair_bytes)
+        used = tuning.shared_memory(kernel, blocks, heads, itemsize, pair_bytes)
         assert used <= limit
 
 
@@ -196,7 +196,7 @@ COMPILED = [
 @pytest.mark.parametrize(("kernel", "blocks", "head", "itemsize", "bytes_"), COMPILED)
 def test_shared_memory_is_not_underestimated(kernel, blocks, head, itemsize, bytes_):
     blocks = configs.Blocks(*blocks)
-    estimate = configs.shared_memory(kernel, blocks, (head, head), itemsize)
+    estimate = tuning.shared_memory(kernel, blocks, (head, head), itemsize)
     assert bytes_ <= estimate
 
 
@@ -210,7 +210,7 @@ def test_a_gpu_with_too_little_shared_memory_says_so():
 
 
 def test_blocks_are_not_larger_than_the_rows():
-    blocks = configs.choose(
+    blocks = tuning.choose(
         "forward", None, rows=(5, 33), heads=(64, 64), itemsize=2, limit=227 << 10
     )
     assert (blocks.block_q, blocks.block_kv) == (16, 64)
@@ -220,12 +220,12 @@ def test_the_callers_blocks_are_taken():
     wanted = configs.Blocks(32, 16, num_warps=2, num_stages=1)
     config = configs.Config(dq=wanted)
     options = {"rows": (99, 99), "heads": (64, 64), "itemsize": 2, "limit": 99 << 10}
-    assert configs.choose("dq", config, **options) is wanted
-    assert configs.choose("dkv", config, **options) is not wanted
+    assert tuning.choose("dq", config, **options) is wanted
+    assert tuning.choose("dkv", config, **options) is not wanted
     both = configs.Config(dkv=wanted, dv=configs.Blocks(16, 16, 4, 1))
     options["heads"] = (256, 256)
-    assert configs.choose("dk", both, **options) is wanted
-    assert configs.choose("dv", both, **options) is both.dv
+    assert tuning.choose("dk", both, **options) is wanted
+    assert tuning.choose("dv", both, **options) is both.dv
 
 
 @pytest.mark.parametrize("most", [None, 128])
@@ -245,7 +245,7 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
     ("kernel", "head"),
     [("forward", 128), ("dq", 128), ("dkv", 128), ("dk", 256), ("dv", 256)],
 )
-def test_left_operands_are_held(monkeypatch, kernel, head, count, dtype):
+def test_left_operands_stay_in_registers(monkeypatch, kernel, head, count, dtype):
     """Each once in a kernel, which then takes less shared memory."""
     found, in_registers = [], support.in_registers
 
@@ -255,21 +255,21 @@ def test_left_operands_are_held(monkeypatch, kernel, head, count, dtype):
 
     monkeypatch.setattr(support, "in_registers", spy)
     blocks = configs.Blocks(64, 64, num_warps=4, num_stages=3)
-    held = dataclasses.replace(blocks, held=count)
+    kept = dataclasses.replace(blocks, left_in_registers=count)
     x = jax.ShapeDtypeStruct((1, 512, 2, head), dtype)
 
     def gradients(q, k, v):
         config = configs.Config(
-            **dict.fromkeys(configs.KERNELS, blocks) | {kernel: held}
+            **dict.fromkeys(configs.KERNELS, blocks) | {kernel: kept}
         )
         call = functools.partial(attention, implementation="triton", config=config)
         return jax.vjp(call, q, k, v)[1](q)
 
     lower_for_gpu(gradients, x, x, x)
-    assert found == min(count, configs.LEFT[kernel]) * [(64, head)]
+    assert found == min(count, tuning.LEFT[kernel]) * [(64, head)]
     heads = head, head
-    need = functools.partial(configs.shared_memory, kernel, heads=heads, itemsize=2)
-    assert need(held) < need(blocks)
+    need = functools.partial(tuning.shared_memory, kernel, heads=heads, itemsize=2)
+    assert need(kept) < need(blocks)
 
 
 def test_only_gpus_of_capability_9_hold_blocks_of_a_table():
@@ -279,11 +279,11 @@ def test_only_gpus_of_capability_9_hold_blocks_of_a_table():
         call = functools.partial(attention, implementation="triton", is_causal=True)
         return jax.vjp(call, q, k, v)[1](q)
 
-    held = [  # by the constraints of what holds them
+    kept = [  # by the constraints of what keeps them there
         "=r,0,f,f" in lower_for_gpu(gradients, x, x, x, device=f"NVIDIA {kind}")
         for kind in ("H200", "H100", "A100", "L4", "B200")
     ]
-    assert held == [True, True, False, False, False]
+    assert kept == [True, True, False, False, False]
 
 
 def test_kernels_lower_without_private_names(monkeypatch):

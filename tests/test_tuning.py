@@ -9,28 +9,29 @@ import pytest
 
 from benchmarks import tune
 from jax_flash2 import attention
-from pallas_kernels import configs, device
+from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
+from pallas_kernels.triton import tuning
 from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
 H200 = "NVIDIA H200"
-TABLES = sorted(configs.TUNING.glob("*.json"))
-SIZES = {"float32": 4, "float32 highest": configs.SPLIT_ITEMSIZE}
+TABLES = sorted(tables.TUNING.glob("*.json"))
+SIZES = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_tables_are_whole_and_fit(path):
     found = json.loads(path.read_text())
-    assert configs.table_path(found["gpu"]) == path
-    for head in configs.HEADS:
-        for kernel in configs.kernels((head, head)):
+    assert tables.table_path("triton", found["gpu"]) == path
+    for head in tables.HEADS:
+        for kernel in tuning.kernels((head, head)):
             regimes = found["blocks"][kernel][str(head)]
             assert "plain" in regimes
-            assert set(regimes) <= set(configs.REGIMES)
+            assert set(regimes) <= set(tables.REGIMES)
             for regime, blocks in regimes.items():
                 size = SIZES.get(regime, 2)
-                need = configs.shared_memory(kernel, Blocks(*blocks), (head,) * 2, size)
+                need = tuning.shared_memory(kernel, Blocks(*blocks), (head,) * 2, size)
                 assert need <= 227 << 10, (kernel, head, regime)
 
 
@@ -42,13 +43,13 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 
 def _regimes(monkeypatch, shapes, arguments) -> set[str]:
     """For which blocks are chosen, of a forward pass."""
-    found, choose = set(), configs.choose
+    found, choose = set(), tuning.choose
 
     def spy(kernel, config, **options):
-        found.add(options["kind"])
+        found.add(options["regime"])
         return choose(kernel, config, **options)
 
-    monkeypatch.setattr(configs, "choose", spy)
+    monkeypatch.setattr(tuning, "choose", spy)
     arrays = {n: x for n, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     static = {n: x for n, x in arguments.items() if n not in arrays}
 
@@ -92,7 +93,7 @@ def test_a_call_takes_the_blocks_of_its_regime(monkeypatch, shape, arguments, re
 
 
 @pytest.mark.parametrize("head", [64, *deeply(128, 256)])
-@pytest.mark.parametrize("regime", [r for r in configs.REGIMES if "float" not in r])
+@pytest.mark.parametrize("regime", [r for r in tables.REGIMES if "float" not in r])
 def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
     problems = []
 
@@ -109,11 +110,11 @@ def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
 @pytest.mark.parametrize(("regime", "pair_bytes"), [("heavy", 1), ("bias", 2)])
 def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes):
     for head in (64, 128, 256):
-        for kernel in configs.kernels((head, head)):
+        for kernel in tuning.kernels((head, head)):
             options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
-            options |= {"kind": regime, "gpu": H200, "limit": 227 << 10}
-            chosen = configs.choose(kernel, None, pair_bytes=pair_bytes, **options)
-            tuned = configs.table(H200)[kernel][str(head)]
+            options |= {"regime": regime, "gpu": H200, "limit": 227 << 10}
+            chosen = tuning.choose(kernel, None, pair_bytes=pair_bytes, **options)
+            tuned = tables.table("triton", H200)[kernel][str(head)]
             best = Blocks(*tuned.get(regime, tuned["plain"]))
             assert chosen.num_stages >= min(best.num_stages, 2)
             assert dataclasses.replace(chosen, num_stages=best.num_stages) == best
@@ -123,41 +124,41 @@ def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes)
 def test_two_programs_with_a_mask_fit_a_multiprocessor(head):
     """With one, a mask of pairs took half as long again (128, T 8192)."""
     options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
-    options |= {"kind": "heavy", "gpu": H200, "pair_bytes": 1, "limit": 227 << 10}
-    blocks = configs.choose("forward", None, **options)
-    need = configs.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
+    options |= {"regime": "heavy", "gpu": H200, "pair_bytes": 1, "limit": 227 << 10}
+    blocks = tuning.choose("forward", None, **options)
+    need = tuning.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
     assert 2 * (need + 1024) <= 228 << 10
 
 
 def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
-    assert configs.table("NVIDIA Unheard Of") == configs.table(H200)
+    assert tables.table("triton", "NVIDIA Unheard Of") == tables.table("triton", H200)
     options = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
-    options |= {"kind": "single", "gpu": "NVIDIA Unheard Of"}
-    tuned = configs.table(H200)["forward"]["128"]
-    here = configs.choose("forward", None, limit=227 << 10, **options)
+    options |= {"regime": "single", "gpu": "NVIDIA Unheard Of"}
+    tuned = tables.table("triton", H200)["forward"]["128"]
+    here = tuning.choose("forward", None, limit=227 << 10, **options)
     assert here == Blocks(*tuned["single"])
-    small = configs.choose("forward", None, limit=99 << 10, **options)
+    small = tuning.choose("forward", None, limit=99 << 10, **options)
     heads, itemsize = options["heads"], options["itemsize"]
 
     def need(blocks):
-        return configs.shared_memory("forward", blocks, heads, itemsize)
+        return tuning.shared_memory("forward", blocks, heads, itemsize)
 
     assert need(small) <= 99 << 10 < need(here)
 
 
-@pytest.mark.parametrize("regime", configs.REGIMES)
+@pytest.mark.parametrize("regime", tables.REGIMES)
 def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
     monkeypatch.setattr(device, "device_kind", lambda: H200)
     for head in (64, 128, 256):
         for kernel in tune.kernels(regime, head):
             first, *others = tune.candidates(kernel, head, regime)
-            tuned = configs.table(H200)[kernel][str(head)]
+            tuned = tables.table("triton", H200)[kernel][str(head)]
             if regime in tuned:
                 best = Blocks(*tuned[regime])
                 assert dataclasses.replace(first, num_stages=best.num_stages) == best
             for blocks in others:
                 size = tune.itemsize(regime)
-                need = configs.shared_memory(kernel, blocks, (head, head), size)
+                need = tuning.shared_memory(kernel, blocks, (head, head), size)
                 assert need <= 227 << 10
 
 
@@ -194,10 +195,10 @@ def test_a_table_keeps_what_was_not_measured(tmp_path):
     assert found["gpu"] == "NVIDIA X"
     dq = found["blocks"].pop("dq")
     assert dq["64"] == {
-        **configs.table(H200)["dq"]["64"],
+        **tables.table("triton", H200)["dq"]["64"],
         "plain": [16, 16, 4, 1],
         "few": [32, 16, 4, 1],
     }
-    others = dict(configs.table(H200))
+    others = dict(tables.table("triton", H200))
     del others["dq"]
     assert found["blocks"] == others
