@@ -69,6 +69,82 @@ def test_readme_commands_are_single_lines():
     assert "pytest" in commands[1]
 
 
+def lines(name: str) -> list[str]:
+    return (ROOT / name).read_text().splitlines()
+
+
+def test_documents_stay_short():
+    """The README is a page; the build notes are read beside code."""
+    assert len(lines("README.md")) <= 220
+    notes = lines("BUILD_NOTES.md")
+    assert len(notes) <= 400
+    assert [line for line in notes if len(line) > 100] == []
+
+
+LAB = ROOT / "benchmarks" / "lab"
+
+
+def test_every_lab_note_has_a_verdict_and_a_line_in_the_index():
+    text = (ROOT / "BUILD_NOTES.md").read_text()
+    index = text.partition("## Index of verdicts")[2].partition("\n## ")[0]
+    notes = {path.name: path for path in LAB.glob("*.md")}
+    definitions = dict(re.findall(r"^\[(\d+)\]: benchmarks/lab/(\S+)$", text, re.M))
+    entries = re.findall(r"^- \[(\d+)\] .+$", index, flags=re.M)
+    # Each note once, by its own number.
+    assert sorted(definitions[number] for number in entries) == sorted(notes)
+    for number, name in definitions.items():
+        assert name.startswith(f"{number}-"), name
+    for name, path in notes.items():
+        assert "**Verdict" in path.read_text(), name
+
+
+FOLDERS = (".", "jax_flash2", "benchmarks", "benchmarks/lab")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
+
+
+def links(text: str) -> list[str]:
+    """Where a Markdown text points: inline links, pictures and definitions."""
+    inline = re.findall(r"\]\(([^)\s]+)\)", text)
+    return inline + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.M)
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page):
+    for link in links(page.read_text()):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
+
+
+def test_readme_sections():
+    """The order in which a reader needs them."""
+    titles = [x[3:] for x in lines("README.md") if x.startswith("## ")]
+    assert titles == [
+        "Install",
+        "Quick start",
+        "In Flax",
+        "Train a small language model",
+        "Run the tests",
+        "What it does",
+        "How fast",
+        "Limits",
+        "Versions and the deprecation upstream",
+        "Reading and changing it",
+        "Licence",
+        "Citation",
+    ]
+
+
 def test_readme_names_every_argument():
     """The table of features is complete."""
     import inspect
