@@ -1,6 +1,7 @@
 """Speed of attention against sequence length, with its peers side by side.
 
     python -m benchmarks.attention                       # the papers' grid
+    python -m benchmarks.attention --grid=overview       # twelve of its shapes
     python -m benchmarks.attention --grid=row            # 2 x 8192, 16 heads of 128
     python -m benchmarks.attention --grid=quick --passes=forward --peers=jax_flash2,xla
 
@@ -20,10 +21,10 @@ from benchmarks.peers import PEERS
 _GRID = flags.DEFINE_enum(
     "grid",
     "paper",
-    ["paper", "quick", "row"],
-    "paper: all lengths and head sizes. quick: one shape of each kind, in less than 2 "
-    "minutes. row: 2 x 8192, 16 heads of 128, causal and not. The last two ignore the "
-    "flags that describe the grid.",
+    ["paper", "overview", "quick", "row"],
+    "paper: all lengths and head sizes. overview: those of them that README.md shows. "
+    "quick: one shape of each kind, in less than 2 minutes. row: 2 x 8192, 16 heads of "
+    "128, causal and not. The last two ignore the flags that describe the grid.",
 )
 _LENGTHS = options.integers("lengths", "512,1k,2k,4k,8k,16k", "Sequence lengths, T.")
 _HEAD_SIZES = options.integers("head_sizes", "128,64,256", "Head sizes, H.")
@@ -66,6 +67,10 @@ def paper_shapes() -> list[Shape]:
     return shapes
 
 
+def overview_shapes() -> list[Shape]:
+    return list(filter(tables.in_overview, paper_shapes()))
+
+
 def row_shapes() -> list[Shape]:
     return [
         Shape(2, 8192, 16, 16, 128, causal, _DTYPE.value) for causal in (True, False)
@@ -84,7 +89,12 @@ def quick_shapes() -> list[Shape]:
 
 
 def main():
-    grids = {"paper": paper_shapes, "row": row_shapes, "quick": quick_shapes}
+    grids = {
+        "paper": paper_shapes,
+        "overview": overview_shapes,
+        "row": row_shapes,
+        "quick": quick_shapes,
+    }
     run = records.Run.start(
         "attention", _RESULTS_DIR.value, commit=_COMMIT.value, resume=_RESUME.value
     )

@@ -125,15 +125,17 @@ def comparison(rows: Sequence[Mapping]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def in_overview(shape: Shape) -> bool:
+    """T 4096 for every kind of head and mask; causal heads of 128 at every length."""
+    plain = shape.head_size == 128 and shape.group == 1
+    return shape.length == 4096 or (plain and shape.causal)
+
+
 def overview(rows: Sequence[Mapping], peers: Sequence[str]) -> str:
     """A few shapes and peers of a comparison for the README, and ratios over all.
 
     Of the shapes two passes, as both in one lie between them.
     """
-
-    def usual(shape: Shape) -> bool:
-        plain = shape.head_size == 128 and shape.group == 1
-        return shape.length == 4096 or (plain and shape.causal)
 
     rows = [row for row in rows if row["peer"] in peers]
     found = {
@@ -141,7 +143,7 @@ def overview(rows: Sequence[Mapping], peers: Sequence[str]) -> str:
     }
     shapes = list(dict.fromkeys(shape for x in found.values() for shape in x))
     lines = []
-    for shape in list(filter(usual, shapes)) or shapes:
+    for shape in list(filter(in_overview, shapes)) or shapes:
         passes = [which for which in PASSES if shape in found[which]][:2]
         for which in passes:
             at = [found[which][shape].get(peer) for peer in peers]
