@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 import jax_flash2
-from benchmarks import harness, options, programs, records, tables
+from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.harness import Program, Shape
 from benchmarks.peers import OURS
 
@@ -217,7 +217,7 @@ def main():
     )
     run = records.Run.start("features", _RESULTS_DIR.value, commit=_COMMIT.value)
     rows = [run.write(row) for row in rows_of(shape, rounds=_REPEATS.value)]
-    print(f"\n{run.path}\n\n{tables.features(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.features(rows)}")
 
 
 if __name__ == "__main__":

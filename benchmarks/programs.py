@@ -216,7 +216,7 @@ class TorchPeer:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
-        note = "key/value heads repeated, not timed" if repeated else ""
+        note = "key/value heads are repeated before the timing" if repeated else ""
         return Program(call, wait, results, _torch_memory(torch, call, before), note)
 
     def _checked(self, shape: Shape, name: str, x) -> np.ndarray:
