@@ -1,6 +1,7 @@
 """Speed of attention against sequence length, with its peers side by side.
 
     python -m benchmarks.attention                       # the papers' grid
+    python -m benchmarks.attention --grid=overview       # twelve of its shapes
     python -m benchmarks.attention --grid=row            # 2 x 8192, 16 heads of 128
     python -m benchmarks.attention --grid=quick --passes=forward --peers=jax_flash2,xla
 
@@ -8,22 +9,26 @@ The setting of the FlashAttention papers: 16k tokens a batch whatever the length
 size 2048 (so 2048 / H heads), forward, backward, and both in one program. TFLOP/s count
 forward 4 B T T N H operations (half when causal) and backward 2.5 times that. Every
 result is compared with a float32 reference in the same run. Rows go to
-`attention.jsonl`; `python -m benchmarks.figures` makes tables and plots of them.
+`attention.jsonl`, of another dtype than bfloat16 to `attention_float32.jsonl` and the
+like; `python -m benchmarks.figures` makes tables and plots of them.
+
+XLA's standard attention needs up to 80 GiB in one piece: set
+XLA_PYTHON_CLIENT_PREALLOCATE=true for JAX to have them from the start.
 """
 
+import jax
 from absl import flags
 
-from benchmarks import comparison, options, records, tables
+from benchmarks import comparison, options, tables
 from benchmarks.harness import PASSES, Shape
-from benchmarks.peers import PEERS
 
 _GRID = flags.DEFINE_enum(
     "grid",
     "paper",
-    ["paper", "quick", "row"],
-    "paper: all lengths and head sizes. quick: one shape of each kind, in less than 2 "
-    "minutes. row: 2 x 8192, 16 heads of 128, causal and not. The last two ignore the "
-    "flags that describe the grid.",
+    ["paper", "overview", "quick", "row"],
+    "paper: all lengths and head sizes. overview: those of them that README.md shows. "
+    "quick: one shape of each kind, in less than 2 minutes. row: 2 x 8192, 16 heads of "
+    "128, causal and not. The last two ignore the flags that describe the grid.",
 )
 _LENGTHS = options.integers("lengths", "512,1k,2k,4k,8k,16k", "Sequence lengths, T.")
 _HEAD_SIZES = options.integers("head_sizes", "128,64,256", "Head sizes, H.")
@@ -33,17 +38,13 @@ _GQA = flags.DEFINE_bool(
 )
 _TOKENS = flags.DEFINE_integer("tokens", 16384, "Of a batch: B = tokens / T.")
 _HIDDEN = flags.DEFINE_integer("hidden", 2048, "N = hidden / H.")
-_DTYPE = options.dtype("bfloat16")
-_PEERS = options.peers(list(PEERS))
-_PASSES = options.passes(list(PASSES))
-_REPEATS = options.repeats(5)
-_BUDGET = flags.DEFINE_float(
-    "budget_seconds", None, "Begin no further shape after this long."
+_PRECISION = flags.DEFINE_enum(
+    "precision",
+    "default",
+    ["default", "highest"],
+    "Of JAX's products of float32: default is TF32 on a GPU, highest true float32.",
 )
-_RESUME = flags.DEFINE_bool(
-    "resume", False, "Carry on with the newest run of the file: same code and machine."
-)
-_RESULTS_DIR, _COMMIT = options.files()
+_FLAGS = options.comparison(list(PASSES))
 
 
 def paper_shapes() -> list[Shape]:
@@ -52,7 +53,9 @@ def paper_shapes() -> list[Shape]:
 
     def shape(length: int, heads: int, kv_heads: int, head_size: int, causal: bool):
         batch = max(1, _TOKENS.value // length)
-        return Shape(batch, length, heads, kv_heads, head_size, causal, _DTYPE.value)
+        return Shape(
+            batch, length, heads, kv_heads, head_size, causal, _FLAGS.dtype.value
+        )
 
     shapes = [
         shape(length, heads, heads, head_size, is_causal)
@@ -66,9 +69,14 @@ def paper_shapes() -> list[Shape]:
     return shapes
 
 
+def overview_shapes() -> list[Shape]:
+    return list(filter(tables.in_overview, paper_shapes()))
+
+
 def row_shapes() -> list[Shape]:
     return [
-        Shape(2, 8192, 16, 16, 128, causal, _DTYPE.value) for causal in (True, False)
+        Shape(2, 8192, 16, 16, 128, causal, _FLAGS.dtype.value)
+        for causal in (True, False)
     ]
 
 
@@ -80,23 +88,23 @@ def quick_shapes() -> list[Shape]:
         (2, 8192, 8, 8, 256),
         (2, 8192, 32, 8, 128),
     ]
-    return row_shapes() + [Shape(*sizes, True, _DTYPE.value) for sizes in others]
+    return row_shapes() + [Shape(*sizes, True, _FLAGS.dtype.value) for sizes in others]
 
 
 def main():
-    grids = {"paper": paper_shapes, "row": row_shapes, "quick": quick_shapes}
-    run = records.Run.start(
-        "attention", _RESULTS_DIR.value, commit=_COMMIT.value, resume=_RESUME.value
-    )
-    rows = comparison.compare(
-        run,
-        grids[_GRID.value](),
-        [PEERS[name] for name in _PEERS.value],
-        _PASSES.value,
-        rounds=_REPEATS.value,
-        budget_seconds=_BUDGET.value,
-    )
-    print(f"\n{run.path}\n\n{tables.comparison(rows)}")
+    grids = {
+        "paper": paper_shapes,
+        "overview": overview_shapes,
+        "row": row_shapes,
+        "quick": quick_shapes,
+    }
+    name = ["attention"]
+    if _FLAGS.dtype.value != "bfloat16":
+        name.append(_FLAGS.dtype.value)
+    if _PRECISION.value != "default":
+        jax.config.update("jax_default_matmul_precision", _PRECISION.value)
+        name.append(_PRECISION.value)
+    comparison.measure("_".join(name), grids[_GRID.value](), _FLAGS)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,32 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from benchmarks import harness, records
+from benchmarks import harness, options, records, tables
 from benchmarks.harness import Shape, describe
 from benchmarks.options import Progress
+from benchmarks.peers import PEERS
 from benchmarks.programs import JaxPeer, TorchPeer
+
+
+def measure(
+    benchmark: str, shapes: Sequence[Shape], chosen: options.Comparison
+) -> None:
+    """Compares as the flags say, writes rows to the benchmark's file, prints tables."""
+    run = records.Run.start(
+        benchmark,
+        chosen.results_dir.value,
+        commit=chosen.commit.value,
+        resume=chosen.resume.value,
+    )
+    rows = compare(
+        run,
+        shapes,
+        [PEERS[name] for name in chosen.peers.value],
+        chosen.passes.value,
+        rounds=chosen.repeats.value,
+        budget_seconds=chosen.budget.value,
+    )
+    print(f"\n{run.path}\n\n{tables.comparison(rows)}")
 
 
 def compare(

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import jax
 from absl import flags
 
-from benchmarks import harness, options, programs, records, tables
+from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
 
@@ -79,7 +79,7 @@ def main():
             for peer in peers:
                 rows.append(run.write(one(peer, shapes, which)))
                 progress.step(f"{peer.label}: {which}")
-    print(f"\n{run.path}\n\n{tables.compile_time(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.compile_time(rows)}")
 
 
 if __name__ == "__main__":

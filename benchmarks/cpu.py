@@ -11,7 +11,7 @@ results. Rows go to `cpu.jsonl`.
 import jax
 from absl import flags
 
-from benchmarks import comparison, options, records, tables
+from benchmarks import comparison, cost_tables, options, records
 from benchmarks.harness import Shape
 from benchmarks.peers import OURS, PEERS
 
@@ -37,7 +37,7 @@ def main():
         ["forward_backward"],
         rounds=_REPEATS.value,
     )
-    print(f"\n{run.path}\n\n{tables.cpu(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.cpu(rows)}")
 
 
 if __name__ == "__main__":

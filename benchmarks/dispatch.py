@@ -13,7 +13,7 @@ from dataclasses import asdict
 import jax
 from absl import flags
 
-from benchmarks import harness, options, records, tables
+from benchmarks import cost_tables, harness, options, records
 from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
 
@@ -80,7 +80,7 @@ def main():
                 shape, which, peers, rounds=_REPEATS.value, calls=_CALLS.value
             )
             rows += map(run.write, found)
-    print(f"\n{run.path}\n\n{tables.dispatch(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.dispatch(rows)}")
 
 
 if __name__ == "__main__":

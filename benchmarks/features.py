@@ -3,11 +3,13 @@
     python -m benchmarks.features
 
 B 2, T 8192, N 16, H 128, bfloat16 unless flags say otherwise, every feature by itself
-on top of the causal mask. Forward; backward to query, key and value; and, for a feature
-that has one, backward to its own operand too. Times are given for each pair that the
-masks keep, relative to plain: a window or documents are faster, and the figure says
-whether by as much as they should. Their plain is one of about as many pairs for each
-query: shorter sequences in a larger batch. Rows go to `features.jsonl`.
+on top of the causal mask. Forward; backward to query, key and value; and, for a bias,
+slopes or sinks, backward to these too. Times are given for each pair that the masks
+keep, relative to plain: a window or documents are faster, and the figure says whether
+by as much as they should. Their plain is one of about as many pairs for each query:
+shorter sequences in a larger batch. The boolean masks are one that keeps nine pairs in
+ten at random, so that no block can be skipped or taken as full; documents; and padding.
+Rows go to `features.jsonl`.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ import numpy as np
 from absl import flags
 
 import jax_flash2
-from benchmarks import harness, options, programs, records, tables
+from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.harness import Program, Shape
 from benchmarks.peers import OURS
 
@@ -78,8 +80,13 @@ def features(shape: Shape) -> dict[str, Feature]:
     def rows(x):
         return jnp.asarray(np.broadcast_to(x, (batch, length)), jnp.int32)
 
-    lengths = {"key_value_seq_lengths": jnp.full(batch, length, jnp.int32)}
-    mask = jnp.ones((1, 1, length, length), bool)
+    keys = length - length // 4
+    in_keys = causal - (length - keys) * (length - keys + 1) / 2
+    lengths = {"key_value_seq_lengths": jnp.full(batch, keys, jnp.int32)}
+    padding = jnp.broadcast_to(jnp.arange(length) < keys, (batch, 1, 1, length))
+    same = jnp.asarray(ids[:, None] == ids)[None, None]
+    drawn = harness.random_mask(length)
+    in_drawn = float(jnp.sum(jnp.tril(drawn), dtype=jnp.float32))
     slopes = jnp.asarray(2.0 ** (-8 * np.arange(1, heads + 1) / heads), jnp.float32)
     dropout = {"dropout_rate": 0.1}
     key = {"dropout_rng": jax.random.PRNGKey(0)}
@@ -93,14 +100,24 @@ def features(shape: Shape) -> dict[str, Feature]:
             beside="plain, T / 4",
         ),
         "vmap over heads": Feature(mapped=True),
-        "lengths": Feature(arrays=lengths),
+        "key lengths, 3/4 T": Feature(arrays=lengths, pairs=in_keys / causal),
         "one segment": Feature(arrays={"query_segment_ids": rows(0)}),
         f"{documents} segments": Feature(
             arrays={"query_segment_ids": rows(ids)},
             pairs=in_documents / causal,
             beside=f"plain, T / {documents}",
         ),
-        "mask [1, 1, T, T]": Feature(arrays={"mask": mask}),
+        "mask [1, 1, T, T], random": Feature(
+            arrays={"mask": drawn}, pairs=in_drawn / causal
+        ),
+        f"mask [1, 1, T, T], {documents} documents": Feature(
+            arrays={"mask": same},
+            pairs=in_documents / causal,
+            beside=f"plain, T / {documents}",
+        ),
+        "mask [B, 1, 1, T], 3/4 T": Feature(
+            arrays={"mask": padding}, pairs=in_keys / causal
+        ),
         "offset, traced": Feature(arrays={"query_offset": jnp.int32(0)}),
         "soft cap": Feature({"logits_soft_cap": 50.0}),
         "ALiBi": Feature(arrays={"alibi_slopes": slopes}, operand="alibi_slopes"),
@@ -152,30 +169,34 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
 def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
     """A row for each feature and pass."""
     timed, failures, memory = {}, {}, {}
-    for name, feature in features(shape).items():
-        operands = [
-            x.reshape(x.shape[0] * feature.split, -1, *x.shape[2:])
-            for x in shape.operands()
-        ]
-        for which, function in passes(shape, feature).items():
-            arguments = (*operands, feature.arrays)
-            try:
-                compiled = programs.lower(function, *arguments).compile()
-                jax.block_until_ready(compiled(*arguments))
-            except Exception as error:  # one feature's failure is a result
-                failures[name, which] = harness.describe(error)
-                continue
+    found = features(shape)
+    with options.Progress(len(found), "feature") as progress:
+        for name, feature in found.items():
+            operands = [
+                x.reshape(x.shape[0] * feature.split, -1, *x.shape[2:])
+                for x in shape.operands()
+            ]
+            for which, function in passes(shape, feature).items():
+                arguments = (*operands, feature.arrays)
+                try:
+                    compiled = programs.lower(function, *arguments).compile()
+                    jax.block_until_ready(compiled(*arguments))
+                except Exception as error:  # one feature's failure is a result
+                    failures[name, which] = harness.describe(error)
+                    continue
 
-            def run(compiled=compiled, arguments=arguments):
-                return compiled(*arguments)
+                def run(compiled=compiled, arguments=arguments):
+                    return compiled(*arguments)
 
-            memory[name, which] = programs.memory(compiled)
-            timed[name, which] = Program(
-                run, jax.block_until_ready, lambda results: {}, memory={}
-            )
-    timings, later = harness.time_interleaved(timed, rounds=rounds)
+                memory[name, which] = programs.memory(compiled)
+                timed[name, which] = Program(
+                    run, jax.block_until_ready, lambda results: {}, memory={}
+                )
+            progress.step(f"compiled: {name}")
+        progress.say(f"timing {len(timed)} programs, {rounds} rounds")
+        timings, later = harness.time_interleaved(timed, rounds=rounds)
     rows = []
-    for name, feature in features(shape).items():
+    for name, feature in found.items():
         for which in passes(shape, feature):
             at = name, which
             row = {"shape": asdict(shape), "feature": name, "pass": which}
@@ -196,7 +217,7 @@ def main():
     )
     run = records.Run.start("features", _RESULTS_DIR.value, commit=_COMMIT.value)
     rows = [run.write(row) for row in rows_of(shape, rounds=_REPEATS.value)]
-    print(f"\n{run.path}\n\n{tables.features(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.features(rows)}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.figures --write
 
-Prints Markdown tables; writes bar plots of speed against sequence length as in the
-FlashAttention-2 paper, memory and occupancy to PNG files beside the results, and
-`speed.png`, a small one for the README. With --write the tables also go into README.md
-and BUILD_NOTES.md, between marks like `<!-- features -->` and `<!-- /features -->`.
+Prints Markdown tables; writes plots of speed against sequence length, of memory and of
+occupancy to PNG files beside the results, and `speed.png`, a small one for the README.
+With --write the tables also go into README.md and benchmarks/RESULTS.md, between marks
+like `<!-- features -->` and `<!-- /features -->`.
 """
 
 import re
@@ -14,35 +14,37 @@ from pathlib import Path
 
 from absl import flags
 
-from benchmarks import options, records, tables
+from benchmarks import cost_tables, options, records, tables
 from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS
 
 TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "attention": tables.comparison,
+    "attention_float32": tables.comparison,
+    "attention_float32_highest": tables.comparison,
     "occupancy": tables.comparison,
-    "memory": tables.memory,
-    "compile_time": tables.compile_time,
-    "dispatch": tables.dispatch,
-    "features": tables.features,
-    "cpu": tables.cpu,
+    "memory": cost_tables.memory,
+    "compile_time": cost_tables.compile_time,
+    "dispatch": cost_tables.dispatch,
+    "features": cost_tables.features,
+    "cpu": cost_tables.cpu,
 }
-DOCUMENTS = ("README.md", "BUILD_NOTES.md")
-# Colours of Okabe and Ito, told apart by the colour-blind, and Tol's indigo. Peers that
-# share a kernel's maker differ in the hatch.
+NOT_MEASURED = "Not measured yet."
+DOCUMENTS = ("README.md", "benchmarks/RESULTS.md")
+# Colours of Okabe and Ito, told apart by the colour-blind, Tol's indigo, and greys; the
+# peers that share a library share a colour.
 _STYLES = {
-    OURS: ("#D55E00", ""),
-    "xla": ("#999999", ""),
-    "cudnn": ("#0072B2", ""),
-    "tokamax_triton": ("#F0E442", ""),
-    "tokamax_mosaic": ("#E69F00", ""),
-    "pallas_mha": ("#CC79A7", ""),
-    "torch_flash2": ("#009E73", ""),
-    "torch_cudnn": ("#56B4E9", "///"),
-    "torch_efficient": ("#DDDDDD", "///"),
-    "flash4": ("#332288", ""),
+    OURS: ("#D55E00", "o", "-"),
+    "flash4": ("#332288", "s", "-"),
+    "torch_cudnn": ("#0072B2", "^", "--"),
+    "cudnn": ("#0072B2", "v", "-"),
+    "tokamax_mosaic": ("#E69F00", "D", "-"),
+    "torch_flash2": ("#009E73", "P", "-"),
+    "pallas_mha": ("#CC79A7", "X", "-"),
+    "tokamax_triton": ("#E69F00", "d", "--"),
+    "torch_efficient": ("#555555", "<", "--"),
+    "xla": ("#999999", ">", "-"),
 }
-_README_PEERS = (OURS, "torch_flash2", "cudnn", "tokamax_triton", "pallas_mha", "xla")
 
 
 def _pyplot():
@@ -55,13 +57,15 @@ def _pyplot():
 
 
 def _style(name: str) -> dict:
-    colour, hatch = _STYLES.get(name, ("#FFFFFF", "..."))
+    colour, marker, line = _STYLES.get(name, ("black", ".", ":"))
     ours = name == OURS
     return {
         "color": colour,
-        "hatch": hatch,
-        "edgecolor": "black",
-        "linewidth": 1.2 if ours else 0.3,
+        "marker": marker,
+        "linestyle": line,
+        "linewidth": 2.5 if ours else 1.2,
+        "markersize": 6 if ours else 4.5,
+        "zorder": 3 if ours else 2,
         "label": tables.label(name),
     }
 
@@ -70,39 +74,25 @@ def _length(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def _bars(axes, rows: Sequence[Mapping], peers: Sequence[str], x: str) -> None:
-    """Groups of bars, TFLOP/s against the attribute `x` of the shapes."""
+def _lines(axes, rows: Sequence[Mapping], peers: Sequence[str], x: str) -> None:
+    """TFLOP/s against the attribute `x` of the shapes: a line a peer."""
     found = tables.by_shape(rows)
-    shapes = sorted(found, key=lambda shape: getattr(shape, x))
-    width = 0.85 / len(peers)
-    for i, peer in enumerate(peers):
-        places = [j + width * (i - (len(peers) - 1) / 2) for j in range(len(shapes))]
-        cells = [found[shape].get(peer) for shape in shapes]
-        marks = [tables.mark(row) for row in cells]
-        heights = [
-            row["tflops"] if text is None else 0.0
-            for row, text in zip(cells, marks, strict=True)
-        ]
-        axes.bar(places, heights, width, **_style(peer))
-        for place, height, text in zip(places, heights, marks, strict=True):
-            axes.annotate(
-                f"{height:.3g}" if text is None else text,
-                (place, height),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                rotation=90,
-                fontsize=6,
-                fontweight="bold" if peer == OURS else "normal",
-            )
-    values = [getattr(shape, x) for shape in shapes]
+    for peer in peers:
+        points = sorted(
+            (getattr(shape, x), at[peer]["tflops"])
+            for shape, at in found.items()
+            if peer in at and tables.mark(at[peer]) is None
+        )
+        if points:
+            axes.plot(*zip(*points, strict=True), **_style(peer))
+    values = sorted({getattr(shape, x) for shape in found})
+    axes.set_xscale("log", base=2)
     axes.set_xticks(
-        range(len(shapes)), [_length(v) if x == "length" else str(v) for v in values]
+        values, [_length(v) if x == "length" else str(v) for v in values], minor=False
     )
-    axes.margins(y=0.18)
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", alpha=0.3)
+    axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -114,55 +104,52 @@ def _panels(
     *,
     title: str,
     x: str = "length",
-    size: tuple[float, float] = (6.5, 3.0),
 ) -> Path:
-    """Saves a grid of bar panels (title, rows); one without rows stays empty."""
+    """Saves a grid of panels (title, rows) for a page 8 inches wide."""
     plt = _pyplot()
-    width, height = size[0] * len(panels[0]), size[1] * len(panels) + 0.8
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
-        figsize=(width, height),
+        figsize=(8, 2.5 * len(panels) + 1.2),
         layout="constrained",
         squeeze=False,
     )
-    names = {"length": "sequence length T", "heads": "heads N"}
+    names = {"length": "sequence length", "heads": "heads"}
     handles: dict[str, object] = {}
     flat = [panel for line in panels for panel in line]
     for axes, (name, rows) in zip(grid.flat, flat, strict=True):
         if not rows:
             axes.set_axis_off()
             continue
-        _bars(axes, rows, peers, x)
-        axes.set(title=name, xlabel=names[x], ylabel="speed (TFLOP/s)")
+        _lines(axes, rows, peers, x)
+        axes.set_title(name, fontsize=11)
+        axes.set(xlabel=names[x], ylabel="TFLOP/s")
         found, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, found, strict=True))
     figure.suptitle(title)
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=min(len(peers), 5 if width > 8 else 3),
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    return _save(figure, path)
+
+
+def _save(figure, path: Path) -> Path:
+    """Saves with 64 colours: the file is a third as large, and kept with the code."""
+    from PIL import Image  # comes with matplotlib
+
+    figure.savefig(path, dpi=120)
+    _pyplot().close(figure)
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(64).save(path, optimize=True)
     return path
 
 
-def _present(rows: Sequence[Mapping]) -> list[str]:
-    """Peers that have a figure to show, ours first."""
-    found = tables.names(row for row in rows if row.get("tflops"))
-    return sorted(found, key=lambda name: name != OURS)
-
-
 def _of(rows: Sequence[Mapping], **wanted) -> list[Mapping]:
-    """Rows of a pass, of a group of shapes, of a mask, as asked for."""
+    """Rows of a pass, of a kind of shapes, of a mask, as asked for."""
 
     def fits(row: Mapping) -> bool:
         shape = Shape(**row["shape"])
         has = {
             "which": row["pass"],
-            "heads": tables.heads(shape),
+            "kind": tables.kind(shape),
             "causal": shape.causal,
         }
         return all(has[name] == value for name, value in wanted.items())
@@ -170,71 +157,66 @@ def _of(rows: Sequence[Mapping], **wanted) -> list[Mapping]:
     return [row for row in rows if fits(row)]
 
 
-def _lines(rows: Sequence[Mapping]) -> list[str]:
-    shapes = {Shape(**row["shape"]) for row in rows}
-    ordered = sorted(shapes, key=lambda shape: (shape.group > 1, shape.head_size))
-    return list(dict.fromkeys(map(tables.heads, ordered)))
+def _kinds(rows: Sequence[Mapping]) -> list[str]:
+    """Kinds of shapes, those with most lengths first, then in the order of tables."""
+    lengths: dict[str, set[int]] = {}
+    for shape in tables.by_shape(rows):
+        lengths.setdefault(tables.kind(shape), set()).add(shape.length)
+    return sorted(lengths, key=lambda kind: -len(lengths[kind]))
+
+
+def _measured(rows: Sequence[Mapping]) -> list[str]:
+    """Forward and backward if they were measured, or what was."""
+    found = [which for which in PASSES if tables.present(_of(rows, which=which))]
+    return found[:2]
 
 
 def attention(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
-    """A plot for each pass, and the README's."""
+    """A plot of all kinds of shapes for forward and backward, and the README's."""
     paths = []
-    for which in PASSES:
+    for which in _measured(rows):
         chosen = _of(rows, which=which)
-        if not _present(chosen):
-            continue
-        masks = sorted({row["shape"]["causal"] for row in chosen})
-        panels = [
-            [
-                (
-                    f"{heads}, {'causal' if causal else 'not causal'}",
-                    _of(chosen, heads=heads, causal=causal),
-                )
-                for causal in masks
-            ]
-            for heads in _lines(chosen)
-        ]
+        panels = [(kind, _of(chosen, kind=kind)) for kind in _kinds(chosen)]
+        panels += [("", [])] * (len(panels) % 2)
         path = results_dir / f"attention_{which}.png"
-        title = f"Attention {which.replace('_', ' and ')}, {rows[0]['device']}"
-        paths.append(_panels(path, panels, _present(chosen), title=title))
+        title = f"Attention, {which}, {_where(rows)} (higher is better)"
+        pairs = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+        paths.append(_panels(path, pairs, tables.present(chosen), title=title))
     return [*paths, *_readme(rows, results_dir)]
 
 
+def _where(rows: Sequence[Mapping]) -> str:
+    return f"{rows[0]['shape']['dtype']}, {rows[0]['device']}"
+
+
 def _readme(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
-    """Forward and backward, causal, head sizes 64 and 128 where they were measured."""
-    rows = [row for row in rows if row["peer"] in _README_PEERS]
-    causal = _of(rows, causal=True) or rows
-    usual = [h for h in _lines(causal) if h in ("head size 64", "head size 128")]
-    columns = usual or _lines(causal)[:2]
-    passes = [which for which in PASSES if _present(_of(causal, which=which))][:2]
+    """Forward and backward of the two kinds of causal shapes with most lengths."""
+    rows = _of(rows, causal=True) or rows
+    passes = _measured(rows)
     if not passes:
         return []
+    columns = _kinds(rows)[:2]
     panels = [
-        [(f"{which}, {h}", _of(causal, which=which, heads=h)) for h in columns]
+        [(f"{which}, {kind}", _of(rows, which=which, kind=kind)) for kind in columns]
         for which in passes
     ]
-    present = _present(causal)
-    peers = [name for name in _README_PEERS if name in present]
-    kind = "Causal attention" if _of(rows, causal=True) else "Attention"
-    device, dtype = rows[0]["device"], rows[0]["shape"]["dtype"]
-    title = f"{kind}, {dtype}, {device} (higher is better)"
+    title = f"Attention, {_where(rows)} (higher is better)"
     path = results_dir / "speed.png"
-    return [_panels(path, panels, peers, title=title, size=(5.0, 2.6))]
+    return [_panels(path, panels, tables.present(rows), title=title)]
 
 
 def occupancy(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
-    present = _present(rows)
-    if not present:
+    passes = _measured(rows)
+    if not passes:
         return []
     shape = Shape(**rows[0]["shape"])
-    panels = [[(which, _of(rows, which=which))] for which in PASSES]
-    panels = [panel for panel in panels if panel[0][1]]
+    panels = [[(which, _of(rows, which=which)) for which in passes]]
     title = (
-        f"B 1, T {_length(shape.length)}, head size {shape.head_size}, causal, "
-        f"{rows[0]['device']}"
+        f"One sequence of {_length(shape.length)}, head size {shape.head_size}, "
+        f"causal, {_where(rows)}"
     )
     path = results_dir / "occupancy.png"
-    return [_panels(path, panels, present, title=title, x="heads")]
+    return [_panels(path, panels, tables.present(rows), title=title, x="heads")]
 
 
 def memory(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
@@ -247,11 +229,8 @@ def memory(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
             for row in rows
             if row["peer"] == peer and (row.get("memory") or {}).get("temp")
         )
-        colour = _STYLES.get(peer, ("black", ""))[0]
         if points:
-            axes.plot(
-                *zip(*points, strict=True), "o-", color=colour, label=tables.label(peer)
-            )
+            axes.plot(*zip(*points, strict=True), **_style(peer))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({row["shape"]["length"] for row in rows})
@@ -263,25 +242,24 @@ def memory(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    path = results_dir / "memory.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return [path]
+    return [_save(figure, results_dir / "memory.png")]
 
 
 PLOTS = {"attention": attention, "occupancy": occupancy, "memory": memory}
 
 
 def sections(results_dir: Path) -> dict[str, str]:
-    """Markdown of every benchmark that has results, and the README's `overview`."""
-    found = {}
+    """Markdown of every benchmark, and the README's `overview`.
+
+    Of one without results it says so.
+    """
+    found = dict.fromkeys([*TABLES, "overview"], NOT_MEASURED)
     for name, table in TABLES.items():
         rows = records.newest(results_dir, name)
         if rows:
             found[name] = table(rows)
         if rows and name == "attention":
-            present = [peer for peer in _README_PEERS if peer in tables.names(rows)]
-            found["overview"] = tables.overview(rows, present)
+            found["overview"] = tables.overview(rows)
     return found
 
 
@@ -318,8 +296,6 @@ def main():
     parts = sections(results_dir)
     for name, part in parts.items():
         print(f"## {name}\n\n{part}\n")
-    if not parts:
-        print(f"no results in {results_dir}")
     try:
         for path in plots(results_dir):
             print(f"plot: {path}")

@@ -80,6 +80,12 @@ class Shape:
         return f"{self.batch} x {self.length}, {heads} x {self.head_size}{causal}"
 
 
+def random_mask(length: int) -> jax.Array:
+    """[1, 1, length, length] that keeps nine pairs in ten: of no block all or none."""
+    draw = jax.jit(jax.random.bernoulli, static_argnums=2)
+    return draw(jax.random.key(0), 0.9, (1, 1, length, length))
+
+
 def is_gpu() -> bool:
     return jax.default_backend() == "gpu"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import jax
 from absl import flags
 
-from benchmarks import harness, options, programs, records, tables
+from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
 
@@ -79,7 +79,7 @@ def main():
                 row = one(peer, shape, measure=_MEASURE.value and harness.is_gpu())
                 rows.append(run.write(row))
                 progress.step(f"{peer.label}: {shape}")
-    print(f"\n{run.path}\n\n{tables.memory(rows)}")
+    print(f"\n{run.path}\n\n{cost_tables.memory(rows)}")
 
 
 if __name__ == "__main__":

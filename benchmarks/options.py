@@ -1,6 +1,7 @@
 """The command line: flags that benchmarks share, defined where called; progress."""
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from absl import app, flags, logging
 
@@ -81,6 +82,37 @@ def repeats(default: int) -> flags.FlagHolder:
 def dtype(default: str) -> flags.FlagHolder:
     return flags.DEFINE_enum(
         "dtype", default, ["bfloat16", "float16", "float32"], "Of the operands."
+    )
+
+
+class Comparison(NamedTuple):
+    """Flags of benchmarks that compare peers."""
+
+    dtype: flags.FlagHolder
+    peers: flags.FlagHolder
+    passes: flags.FlagHolder
+    repeats: flags.FlagHolder
+    budget: flags.FlagHolder
+    resume: flags.FlagHolder
+    results_dir: flags.FlagHolder
+    commit: flags.FlagHolder
+
+
+def comparison(default_passes: list[str]) -> Comparison:
+    return Comparison(
+        dtype("bfloat16"),
+        peers(list(PEERS)),
+        passes(default_passes),
+        repeats(5),
+        flags.DEFINE_float(
+            "budget_seconds", None, "Begin no further shape after this long."
+        ),
+        flags.DEFINE_bool(
+            "resume",
+            False,
+            "Carry on with the newest run of the file: same code and machine.",
+        ),
+        *files(),
     )
 
 

@@ -1,7 +1,8 @@
 """Results as data: one JSON line a row, from which every table and plot is made.
 
-A row says by itself where it comes from: run_id (time and commit), date, commit,
-versions, device. Rows of one run_id belong together.
+A row says where it comes from: run_id (time and commit), date, commit, versions,
+device. Rows of one run_id belong together; in a file that `benchmarks.trim` has been
+over, the first of them says it for all.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ import jax
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = "benchmarks/results"
+# What a row says about the run that it is of.
+FACTS = ("benchmark", "run_id", "date", "commit", "dirty", "versions", "device")
 _PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "flash-attn-4", "numpy")
 
 
@@ -138,15 +141,24 @@ class Run:
         return row
 
 
+def read(path: Path) -> list[dict]:
+    """All rows of a file, each with its run's facts; none where there is no file."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    facts: dict[str, dict] = {}
+    for row in rows:
+        own = {name: row[name] for name in FACTS if name in row}
+        facts.setdefault(row["run_id"], own)
+    return [{**facts[row["run_id"]], **row} for row in rows]
+
+
 def newest(results_dir: str | Path, benchmark: str) -> list[dict]:
     """Rows of the newest run in the file; none where there is no file.
 
     Of rows about the same thing (shape, pass, peer) the last counts.
     """
-    path = Path(results_dir) / f"{benchmark}.jsonl"
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    rows = read(Path(results_dir) / f"{benchmark}.jsonl")
     if not rows:
         return []
     last = rows[-1]["run_id"]

@@ -1,14 +1,13 @@
-"""Markdown tables of rows of results."""
+"""Markdown tables of comparisons, and what all tables share."""
 
-import itertools
-import math
+import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS, PEERS
 
-_TITLES = {
+TITLES = {
     "forward": "Forward",
     "backward": "Backward",
     "forward_backward": "Forward and backward",
@@ -57,8 +56,15 @@ def mark(row: Mapping | None) -> str | None:
 
 
 def names(rows: Iterable[Mapping]) -> list[str]:
-    """Peers in the order in which they first come."""
-    return list(dict.fromkeys(row["peer"] for row in rows))
+    """Peers in the order of `PEERS`, then others as they first come."""
+    known = {name: place for place, name in enumerate(PEERS)}
+    found = dict.fromkeys(row["peer"] for row in rows)
+    return sorted(found, key=lambda name: known.get(name, len(known)))
+
+
+def present(rows: Iterable[Mapping]) -> list[str]:
+    """Peers that have a figure to show."""
+    return names(row for row in rows if mark(row) is None)
 
 
 def by_shape(rows: Iterable[Mapping]) -> dict[Shape, dict[str, Mapping]]:
@@ -78,35 +84,54 @@ def origin(rows: Sequence[Mapping]) -> str:
     row = rows[0]
     packages = ", ".join(f"{name} {x}" for name, x in row["versions"].items())
     changed = " with changes" if row["dirty"] else ""
-    text = f"{row['device']}, {row['date']}, commit {row['commit'][:9]}{changed}"
+    text = f"{row['device']}, {row['date'][:10]}, commit {row['commit'][:9]}{changed}"
     if row.get("matmul_tflops"):
-        text += f"; matrix product {row['matmul_tflops']:.4g} TFLOP/s"
+        text += f"; a matrix product runs at {row['matmul_tflops']:.4g} TFLOP/s"
     return f"{text}; {packages}."
 
 
 def failures(rows: Iterable[Mapping]) -> str:
-    """Each failure, wrong result and note once, as lines of a list."""
-    lines = {}
+    """Every mark that stands for a number, with its reason, and every note: a list."""
+    lines, needs = {}, {}
     for row in rows:
-        text = row["failure"] or row.get("note")
+        text, name = row["failure"] or row.get("note"), label(row["peer"])
         if row.get("wrong"):
-            text = f"WRONG, row errors {row['row_error']}"
-        if text:
-            lines.setdefault(f"- {label(row['peer'])}: {text}", None)
-    return "\n".join(lines)
+            text = f"row errors {row['row_error']}"
+        if size := re.search(r"needs ([\d.]+) GiB of ([\d.]+)", text or ""):
+            needs.setdefault((name, size[2]), []).append(float(size[1]))
+        elif text:
+            # Of failures that differ in their numbers alone the first is enough.
+            about = f"{name}: {mark(row) or 'note'}: {re.sub('[0-9]+', '', text)}"
+            lines.setdefault(about, f"- {mark(row) or 'note'}: {name}: {text}")
+    for (name, limit), sizes in needs.items():
+        low, high = f"{min(sizes):.3g}", f"{max(sizes):.3g}"
+        span = low if low == high else f"{low} to {high}"
+        lines[name, limit] = (
+            f"- too large: {name}: needs {span} GiB and was not run; JAX may use "
+            f"{limit} GiB, which the programs timed beside it share."
+        )
+    return "\n".join(lines.values())
 
 
-def _pivot(rows, value: Callable[[Mapping], str]) -> str:
+def _cells(found: Mapping[str, Mapping], peers: Sequence[str]) -> list[str]:
+    """TFLOP/s of a shape, or marks; the fastest is bold."""
+    speeds = [found[p]["tflops"] for p in peers if p in found and not mark(found[p])]
+    cells = []
+    for peer in peers:
+        row = found.get(peer)
+        text = mark(row)
+        if row is not None and text is None:
+            text = f"{row['tflops']:.3g}"
+            text = f"**{text}**" if row["tflops"] == max(speeds) else text
+        cells.append(text or "")
+    return cells
+
+
+def _pivot(rows: Sequence[Mapping]) -> str:
     """A line a shape, a column a peer."""
     peers = names(rows)
-
-    def cell(row: Mapping | None) -> str:
-        text = mark(row)
-        return value(row) if text is None else text
-
     lines = [
-        [str(shape), *(cell(found.get(peer)) for peer in peers)]
-        for shape, found in by_shape(rows).items()
+        [str(shape), *_cells(found, peers)] for shape, found in by_shape(rows).items()
     ]
     return markdown(["B x T, N (K) x H", *map(label, peers)], lines)
 
@@ -119,37 +144,65 @@ def comparison(rows: Sequence[Mapping]) -> str:
     for which in PASSES:
         chosen = [row for row in rows if row["pass"] == which]
         if chosen:
-            table = _pivot(chosen, lambda row: f"{row['tflops']:.3g}")
-            parts.append(f"{_TITLES[which]}, TFLOP/s\n\n{table}")
+            parts.append(f"{TITLES[which]}, TFLOP/s\n\n{_pivot(chosen)}")
     parts += [ratios(rows), failures(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
-def overview(rows: Sequence[Mapping], peers: Sequence[str]) -> str:
-    """A few shapes and peers of a comparison for the README, and ratios over all.
+def in_overview(shape: Shape) -> bool:
+    """T 4096 for every kind of head and mask; causal heads of 128 at every length."""
+    plain = shape.head_size == 128 and shape.group == 1
+    return shape.length == 4096 or (plain and shape.causal)
 
-    Of the shapes two passes, as both in one lie between them.
+
+def overview(rows: Sequence[Mapping]) -> str:
+    """A few shapes of a comparison for the README, and ratios over all shapes.
+
+    Two passes, as both in one lie between them.
     """
-
-    def usual(shape: Shape) -> bool:
-        plain = shape.head_size == 128 and shape.group == 1
-        return shape.length == 4096 or (plain and shape.causal)
-
-    rows = [row for row in rows if row["peer"] in peers]
+    rows = [row for row in rows if row["peer"] in present(rows)]
+    peers = names(rows)
     found = {
         which: by_shape(row for row in rows if row["pass"] == which) for which in PASSES
     }
     shapes = list(dict.fromkeys(shape for x in found.values() for shape in x))
-    lines = []
-    for shape in list(filter(usual, shapes)) or shapes:
+    lines, shown = [], []
+    for shape in list(filter(in_overview, shapes)) or shapes:
         passes = [which for which in PASSES if shape in found[which]][:2]
         for which in passes:
-            at = [found[which][shape].get(peer) for peer in peers]
-            cells = [mark(row) or f"{row['tflops']:.3g}" for row in at]
+            at = found[which][shape]
             name = str(shape) if which == passes[0] else ""
-            lines.append([name, _TITLES[which].lower(), *cells])
+            lines.append([name, TITLES[which].lower(), *_cells(at, peers)])
+            shown += at.values()
     table = markdown(["B x T, N (K) x H", "TFLOP/s", *map(label, peers)], lines)
-    return "\n\n".join([origin(rows), table, ratios(rows, kinds=False)])
+    parts = [origin(rows), table, failures(shown), by_peer(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def by_peer(rows: Sequence[Mapping]) -> str:
+    """How many times as fast as each peer jax_flash2 is, and on how many shapes."""
+    found = {
+        which: by_shape(row for row in rows if row["pass"] == which) for which in PASSES
+    }
+    passes = [which for which in PASSES if found[which]][:2]
+    lines = []
+    for peer in present(rows):
+        if peer != OURS:
+            line = [label(peer)]
+            for which in passes:
+                values = _quotients(found[which].values(), peer)
+                line += [_spread(values), str(len(values))]
+            lines.append(line)
+    if not lines:
+        return ""
+    header = ["peer"]
+    for which in passes:
+        header += [TITLES[which].lower(), "shapes"]
+    return (
+        "Speed of jax_flash2 divided by the peer's: geometric mean over the shapes "
+        "that both ran (lowest to highest). Above 1, jax_flash2 is faster.\n\n"
+        + markdown(header, lines)
+    )
 
 
 def heads(shape: Shape) -> str:
@@ -162,227 +215,43 @@ def kind(shape: Shape) -> str:
     return f"{heads(shape)}{', causal' if shape.causal else ''}"
 
 
-def ratios(rows: Sequence[Mapping], *, kinds: bool = True) -> str:
-    """How many times as fast as each peer jax_flash2 is: geometric means.
-
-    Args:
-      kinds: over the shapes of each kind too, not over all of them alone.
-    """
-    peers = [peer for peer in names(rows) if peer != OURS]
+def ratios(rows: Sequence[Mapping]) -> str:
+    """How many times as fast as each peer jax_flash2 is, over each kind of shapes."""
+    peers = [peer for peer in present(rows) if peer != OURS]
     lines = []
     for which in PASSES:
         shapes = by_shape(row for row in rows if row["pass"] == which)
-        found_kinds = list(dict.fromkeys(map(kind, shapes))) if kinds else []
-        for name in [*found_kinds, "all"]:
+        for name in [*dict.fromkeys(map(kind, shapes)), "all"]:
             found = [x for shape, x in shapes.items() if name in ("all", kind(shape))]
-            cells = [_ratio(found, peer, spread=name == "all") for peer in peers]
-            if any(cells):
+            line, values = [], [_quotients(found, peer) for peer in peers]
+            for x in values:
+                text = _spread(x) if name == "all" else _spread(x).partition(" ")[0]
+                few = f", {len(x)} of {len(found)}" if 0 < len(x) < len(found) else ""
+                line.append(text + few)
+            if any(values):
                 name = f"all {len(found)}" if name == "all" else name
-                lines.append([_TITLES[which].lower(), name, *cells])
+                lines.append([TITLES[which].lower(), name, *line])
     if not lines:
         return ""
     return (
-        "Speed of jax_flash2 divided by that of each peer, above 1 where jax_flash2 is "
-        "faster: geometric mean over shapes (lowest to highest)\n\n"
+        "Speed of jax_flash2 divided by that of each peer: geometric mean over shapes "
+        "(lowest to highest). Above 1, jax_flash2 is faster. `5 of 6`: the peer ran on "
+        "five of six shapes.\n\n"
         + markdown(["pass", "shapes", *map(label, peers)], lines)
     )
 
 
-def _ratio(found: Iterable[Mapping[str, Mapping]], peer: str, *, spread: bool) -> str:
-    """Over shapes; each item of `found` has the rows of one, by peer."""
-    values = [
+def _quotients(found: Iterable[Mapping[str, Mapping]], peer: str) -> list[float]:
+    """Of a peer's time and ours, by shape; `found` has a shape's rows by peer."""
+    return [
         rows[peer]["seconds"] / rows[OURS]["seconds"]
         for rows in found
         if mark(rows.get(peer)) is None and mark(rows.get(OURS)) is None
     ]
+
+
+def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
-    mean = f"{statistics.geometric_mean(values):.2f}"
-    return f"{mean} ({min(values):.2f} to {max(values):.2f})" if spread else mean
-
-
-def _mib(count: float | None) -> str:
-    return "" if count is None else f"{count / 2**20:.4g}"
-
-
-def _temp(row: Mapping | None) -> int | None:
-    return ((row or {}).get("memory") or {}).get("temp")
-
-
-def growths(rows: Sequence[Mapping], peer: str) -> dict[Shape, float]:
-    """By what the memory grows per doubling of T, from the length before to this."""
-    known = [
-        (shape, temp)
-        for shape, found in by_shape(rows).items()
-        if (temp := _temp(found.get(peer)))
-    ]
-    known.sort(key=lambda pair: pair[0].length)
-    return {
-        shape: (temp / before) ** (1 / math.log2(shape.length / shorter.length))
-        for (shorter, before), (shape, temp) in itertools.pairwise(known)
-    }
-
-
-def is_linear(growth: Mapping[Shape, float]) -> bool | None:
-    """Whether memory at the longest lengths is linear in T; None if unknown."""
-    last = list(growth.values())[-2:]
-    return all(x < 2.2 for x in last) if last else None
-
-
-def _linearity(rows: Sequence[Mapping], peer: str) -> str:
-    growth = growths(rows, peer)
-    answer = {True: "linear", False: "not linear", None: "unknown"}[is_linear(growth)]
-    last = ", ".join(f"{x:.2f}" for x in list(growth.values())[-2:])
-    return f"- {label(peer)}: {answer} in T" + (
-        f" (last doublings: x {last})" if last else ""
-    )
-
-
-def memory(rows: Sequence[Mapping]) -> str:
-    """Extra memory against T: MiB planned, MiB measured, bytes a query row and head."""
-    peers = names(rows)
-    header = ["B x T, N (K) x H"]
-    for peer in peers:
-        header += [
-            f"{label(peer)}: MiB",
-            "measured MiB",
-            "bytes / row and head",
-            "growth",
-        ]
-    growth = {peer: growths(rows, peer) for peer in peers}
-    lines = []
-    for shape, found in by_shape(rows).items():
-        line = [str(shape)]
-        for peer in peers:
-            row = found.get(peer)
-            temp = _temp(row)
-            each = (
-                None
-                if temp is None
-                else temp / (shape.batch * shape.length * shape.heads)
-            )
-            line += [
-                _mib(temp) or mark(row) or "",
-                _mib((row or {}).get("measured_bytes")),
-                "" if each is None else f"{each:.4g}",
-                f"x {growth[peer][shape]:.2f}" if shape in growth[peer] else "",
-            ]
-        lines.append(line)
-    linear = "\n".join(_linearity(rows, peer) for peer in peers)
-    title = (
-        "Memory of forward and backward beyond operands, output and gradients; growth "
-        "per doubling of T"
-    )
-    parts = [origin(rows), title, markdown(header, lines), linear, failures(rows)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def cpu(rows: Sequence[Mapping]) -> str:
-    """Milliseconds and extra MiB of jax_flash2 and of jax.nn, and their ratios."""
-    growth = {peer: growths(rows, peer) for peer in (OURS, "xla")}
-    lines = []
-    for shape, found in by_shape(rows).items():
-        ours, theirs = found[OURS], found["xla"]
-        bad = mark(ours) or mark(theirs)
-        times = [_milliseconds(row) for row in (ours, theirs)]
-        ratio = bad or f"{ours['seconds'] / theirs['seconds']:.2f}"
-        cells = [str(shape.length), *times, ratio]
-        for peer, row in ((OURS, ours), ("xla", theirs)):
-            grown = growth[peer].get(shape)
-            cells.append(_mib(_temp(row)) + (f" (x {grown:.2f})" if grown else ""))
-        lines.append(cells)
-    header = [
-        "T",
-        "jax_flash2: ms (lowest to highest)",
-        "jax.nn: ms",
-        "time / jax.nn's",
-        "jax_flash2: extra MiB (per doubling)",
-        "jax.nn: extra MiB",
-    ]
-    linear = "\n".join(_linearity(rows, peer) for peer in growth)
-    parts = [origin(rows), markdown(header, lines), linear, failures(rows)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _milliseconds(row: Mapping) -> str:
-    if row["failure"]:
-        return mark(row) or ""
-    middle, low, high = (1e3 * row[f"seconds{x}"] for x in ("", "_min", "_max"))
-    return f"{middle:.4g} ({low:.4g} to {high:.4g})"
-
-
-def compile_time(rows: Sequence[Mapping]) -> str:
-    """Seconds to lower and to compile a new shape."""
-    lines = [
-        [
-            label(row["peer"]),
-            _TITLES[row["pass"]].lower(),
-            mark(row) or f"{row['lower_seconds']:.3g}",
-            mark(row) or f"{row['compile_seconds']:.3g}",
-        ]
-        for row in rows
-    ]
-    header = ["peer", "pass", "trace and lower, s", "compile, s"]
-    parts = [origin(rows), markdown(header, lines), failures(rows)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def dispatch(rows: Sequence[Mapping]) -> str:
-    """Microseconds of one small call."""
-
-    def cells(row):
-        if mark(row):
-            return [mark(row), ""]
-        low, high = (1e6 * row[f"seconds_{x}"] for x in ("p05", "p95"))
-        return [f"{1e6 * row['seconds']:.4g}", f"{low:.4g} to {high:.4g}"]
-
-    lines = []
-    for row in rows:
-        shape, which = str(Shape(**row["shape"])), _TITLES[row["pass"]].lower()
-        lines.append([shape, which, label(row["peer"]), *cells(row)])
-    header = ["B x T, N x H", "pass", "peer", "median, us", "5 to 95 %, us"]
-    parts = [origin(rows), markdown(header, lines), failures(rows)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def features(rows: Sequence[Mapping]) -> str:
-    """Milliseconds with each feature, and times those of plain for each pair kept.
-
-    The backward is forward and backward less the forward; plain attention is that with
-    about as many pairs for each query.
-    """
-    by_feature: dict[str, dict[str, Mapping]] = {}
-    for row in rows:
-        by_feature.setdefault(row["feature"], {})[row["pass"]] = row
-
-    def times(passes: Mapping[str, Mapping]) -> dict[str, float]:
-        seconds = {which: row.get("seconds", math.nan) for which, row in passes.items()}
-        forward = seconds["forward"]
-        found = {"forward": forward, "backward": seconds["forward_backward"] - forward}
-        if "with_operand" in seconds:
-            found["with_operand"] = seconds["with_operand"] - forward
-        return found
-
-    lines, failed = [], []
-    for name, passes in by_feature.items():
-        pairs = passes["forward"]["pairs"]
-        line = [name, f"{pairs:.3g}"]
-        found = times(passes)
-        others = by_feature[passes["forward"]["beside"]]
-        beside = {"with_operand": times(others)["backward"]} | times(others)
-        for which in ("forward", "backward", "with_operand"):
-            ratio = math.nan
-            if which in found:
-                ratio = found[which] / beside[which]
-                ratio *= others["forward"]["pairs"] / pairs
-            text = f"{1e3 * found[which]:.3f} (x {ratio:.2f})" if which in found else ""
-            line.append("fails" if which in found and math.isnan(ratio) else text)
-        last = list(passes.values())[-1].get("memory") or {}
-        line.append(f"{last['temp'] / 2**20:.4g}" if last.get("temp") else "")
-        lines.append(line)
-        failed += [f"- {name}: {r['failure']}" for r in passes.values() if r["failure"]]
-    header = ["feature", "pairs kept", "forward, ms (x plain, per pair)", "backward"]
-    header += ["backward, its operand's gradient too", "extra MiB"]
-    shape = str(Shape(**rows[0]["shape"]))
-    parts = [origin(rows), shape, markdown(header, lines), "\n".join(failed)]
-    return "\n\n".join(part for part in parts if part)
+    mean = statistics.geometric_mean(values)
+    return f"{mean:.2f} ({min(values):.2f} to {max(values):.2f})"

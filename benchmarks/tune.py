@@ -101,7 +101,7 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(1024)),
         ]
     if regime == "heavy":
-        mask = jnp.ones((1, 1, 4096, 4096), bool)
+        mask = harness.random_mask(4096)
         return [
             Problem(shape(4096), arrays={"mask": mask}),
             Problem(shape(4096), {"logits_soft_cap": 30.0}),

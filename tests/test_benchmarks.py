@@ -7,14 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import comparison, figures, harness, options, peers, records, tables
+from benchmarks import (
+    comparison,
+    figures,
+    harness,
+    options,
+    peers,
+    records,
+    tables,
+)
 from benchmarks.harness import PASSES, Shape
 from benchmarks.programs import JaxPeer, TorchPeer
 from tests.tiers import deeply
@@ -208,36 +215,6 @@ def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
     assert failures == {"c": "RuntimeError: late"}
 
 
-def test_marks_tell_failures_apart():
-    def mark(failure):
-        return tables.mark({"failure": failure})
-
-    assert mark("not installed: No module named 'x'") == "absent"
-    assert mark("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory") == "OOM"
-    assert mark("RESOURCE_EXHAUSTED: Shared memory size limit exceeded") == "fails"
-    assert mark("MemoryError: not run: needs 9 GiB of 8") == "too large"
-    assert mark(None) is None
-    assert tables.mark({"failure": None, "wrong": True}) == "WRONG"
-
-
-def test_memory_growth_tells_linear_from_quadratic():
-    def of(peer, power):
-        return [
-            {
-                "shape": dataclasses.asdict(dataclasses.replace(TOY, length=length)),
-                "peer": peer,
-                "memory": {"temp": length**power},
-            }
-            for length in (64, 128, 512)
-        ]
-
-    rows = of("linear", 1) + of("square", 2)
-    assert tables.is_linear(tables.growths(rows, "linear")) is True
-    assert tables.is_linear(tables.growths(rows, "square")) is False
-    assert list(tables.growths(rows, "square").values()) == pytest.approx([4, 4])
-    assert tables.is_linear(tables.growths(rows, "nobody")) is None
-
-
 def test_integers_on_the_command_line():
     parse = options._Integers().parse
     assert parse("512,1k, 16k,1M") == [512, 1024, 16384, 2**20]
@@ -295,74 +272,12 @@ def test_torch_peers(tmp_path, shape):
     assert any(repeated) == (shape.group > 1)
 
 
-def write_attention(folder) -> None:
-    """Made-up rows of every kind that the plots draw."""
-    run = records.Run.start("attention", folder)
-    shapes = [
-        Shape(1, length, heads, 2, size, causal, "bfloat16")
-        for size, heads, causal in [(64, 2, True), (64, 2, False), (128, 4, True)]
-        for length in (512, 1024)
-    ]
-    for shape in shapes:
-        for which in PASSES:
-            for i, peer in enumerate(peers.PEERS, 1):
-                row = {"shape": dataclasses.asdict(shape), "pass": which, "peer": peer}
-                failures = {
-                    "flash4": "not installed: No module named 'flash_attn'",
-                    "xla": "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory",
-                }
-                row["failure"] = failures.get(peer)
-                if row["failure"] is None:
-                    seconds = i * 1e-3
-                    tflops = shape.flops(which) / seconds / 1e12
-                    row |= {"seconds": seconds, "tflops": tflops}
-                    row |= {"wrong": peer == "pallas_mha", "row_error": {"out": 1.0}}
-                run.write({**row, "matmul_tflops": 685.0})
-
-
-def test_figures_of_made_up_results(tmp_path):
-    write_attention(tmp_path)
-    parts, paths = figures.sections(tmp_path), figures.plots(tmp_path)
-    names = {path.name for path in paths}
-    assert names == {f"attention_{which}.png" for which in PASSES} | {"speed.png"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    # cuDNN is the third peer: three times the seconds on every shape.
-    for part in parts.values():
-        lines = [line.split("|") for line in part.splitlines() if "| all " in line]
-        overall = [[x.strip() for x in line] for line in lines]
-        assert len(overall) == len(PASSES)
-        assert all("3.00 (3.00 to 3.00)" in line for line in overall)
-        assert "matrix product 685 TFLOP/s" in part
-    for text in ("OOM", "absent", "WRONG"):
-        assert text in parts["attention"]
-
-
-def test_tables_without_matplotlib(tmp_path, monkeypatch):
-    write_attention(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "TFLOP/s" in figures.sections(tmp_path)["attention"]
-    with pytest.raises(ImportError):
-        figures.plots(tmp_path)
-
-
-def test_marks_are_filled():
-    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb"
-    new = figures.filled(text, {"x": "|1|", "y": "unused"})
-    assert new == "a\n<!-- x -->\n\n|1|\n\n<!-- /x -->\nb"
-    assert figures.filled(new, {"x": "|1|"}) == new
-    with pytest.raises(ValueError, match="no results for the mark 'x'"):
-        figures.filled(text, {})
-    for bad in ("<!-- x --> ", "<!-- x --> <!-- y --> <!-- /y --> <!-- /x -->"):
-        with pytest.raises(ValueError, match="'x' is not closed"):
-            figures.filled(bad, {"x": "", "y": ""})
-
-
-@pytest.mark.parametrize("name", figures.DOCUMENTS)
-def test_documents_have_the_newest_results(name):
-    """If not: python -m benchmarks.figures --write."""
-    text = (records.ROOT / name).read_text()
-    assert "<!-- " in text
-    assert figures.filled(text, figures.sections(Path(records.RESULTS_DIR))) == text
+def test_a_random_mask_has_no_block_of_one_kind():
+    mask = np.asarray(harness.random_mask(256))
+    kept = mask.reshape(16, 16, 16, 16).mean((1, 3))
+    assert mask.shape == (1, 1, 256, 256)
+    assert kept.min() > 0.0 and kept.max() < 1.0
+    assert mask.mean() == pytest.approx(0.9, abs=0.01)
 
 
 SMALL = ["--head_size=16", "--repeats=1"]
@@ -370,7 +285,7 @@ MAINS = {
     "attention": [
         *("--lengths=64", "--tokens=64", "--hidden=32", "--head_sizes=16", "--nogqa"),
         *("--causal=true", "--passes=forward", "--peers=jax_flash2,xla"),
-        *("--dtype=float32", "--repeats=1"),
+        "--repeats=1",
     ],
     "occupancy": [
         *("--heads=1", "--length=64", "--passes=forward", "--peers=jax_flash2,xla"),
