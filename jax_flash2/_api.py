@@ -33,7 +33,7 @@ class _Options(TypedDict, total=False):
     local_window_size: Window | None
     query_segment_ids: Array | None
     key_value_segment_ids: Array | None
-    query_offset: int | Array
+    query_offset: int | np.integer | Array
     logits_soft_cap: float | None
     alibi_slopes: Array | None
     sinks: Array | None
@@ -83,7 +83,7 @@ def attention(
     local_window_size: Window | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
-    query_offset: int | Array = 0,
+    query_offset: int | np.integer | Array = 0,
     logits_soft_cap: float | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -187,10 +187,10 @@ def attention(
     `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
     Derivatives: every implementation supports reverse mode, and forward or reverse mode
-    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`), in linear memory. With
-    "triton", the tangents of second derivatives run as "xla". Pure forward mode
-    (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third derivatives
-    require forward mode on top of second derivatives, or "reference".
+    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
+    with "reference". With "triton", the tangents of second derivatives run as "xla".
+    Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
+    derivatives require forward mode on top of second derivatives, or "reference".
 
     Example:
       >>> import jax, jax.numpy as jnp
