@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,28 @@ Window = int | tuple[int | None, int | None]
 Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
 
+class _Options(TypedDict, total=False):
+    """The keywords of `attention` that do not change what it returns."""
+
+    scale: float | Array | None
+    is_causal: bool
+    query_seq_lengths: Array | None
+    key_value_seq_lengths: Array | None
+    local_window_size: Window | None
+    query_segment_ids: Array | None
+    key_value_segment_ids: Array | None
+    query_offset: int | np.integer | Array
+    logits_soft_cap: float | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+    precision: Precision | None
+    implementation: str | None
+    config: Config | None
+
+
 @overload
 def attention(
     query: Array,
@@ -32,7 +54,7 @@ def attention(
     mask: Array | None = None,
     *,
     return_residual: Literal[False] = False,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def attention(
@@ -43,11 +65,11 @@ def attention(
     mask: Array | None = None,
     *,
     return_residual: Literal[True],
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def attention(  # pyright: ignore[reportInconsistentOverload]
+def attention(
     query: Array,
     key: Array,
     value: Array,
@@ -61,7 +83,7 @@ def attention(  # pyright: ignore[reportInconsistentOverload]
     local_window_size: Window | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
-    query_offset: int | Array = 0,
+    query_offset: int | np.integer | Array = 0,
     logits_soft_cap: float | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -165,10 +187,10 @@ def attention(  # pyright: ignore[reportInconsistentOverload]
     `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
     Derivatives: every implementation supports reverse mode, and forward or reverse mode
-    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`), in linear memory. With
-    "triton", the tangents of second derivatives run as "xla". Pure forward mode
-    (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third derivatives
-    require forward mode on top of second derivatives, or "reference".
+    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
+    with "reference". With "triton", the tangents of second derivatives run as "xla".
+    Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
+    derivatives require forward mode on top of second derivatives, or "reference".
 
     Example:
       >>> import jax, jax.numpy as jnp

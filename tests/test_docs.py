@@ -22,21 +22,6 @@ def test_doctests(name):
     assert found.failed == 0
 
 
-def recipes() -> dict[str, str]:
-    """Sections of the page by title; each begins with the page's opening lines."""
-    page = importlib.import_module("jax_flash2.recipes").__doc__
-    opening, *rest = re.split(r"^(.+)\n-+\n", page, flags=re.MULTILINE)
-    titles, sections = rest[::2], rest[1::2]
-    return {t: opening + x for t, x in zip(titles, sections, strict=True)}
-
-
-@pytest.mark.parametrize("title", recipes())
-def test_recipes(title):
-    parser = doctest.DocTestParser()
-    test = parser.get_doctest(recipes()[title], {}, title, "recipes.py", 0)
-    assert doctest.DocTestRunner().run(test).failed == 0
-
-
 def test_public_functions_have_examples():
     import jax_flash2
 
