@@ -65,7 +65,8 @@ def _row_struct(operands, lse: Named) -> Named:
     """Like lse, with every batch axis: any of o, do and dlse may be mapped alone."""
     size = sizes(operands)
     axes = (*(a for a in batch_axes(operands) if a not in lse.axes), *lse.axes)
-    return Named(jax.ShapeDtypeStruct([size[a] for a in axes], lse.dtype), axes)
+    shape = [size[a] for a in axes if a is not None]
+    return Named(jax.ShapeDtypeStruct(shape, lse.dtype), axes)
 
 
 def _score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:

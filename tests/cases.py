@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import Blocks, Config
+from jax_flash2 import Blocks, Config, _backends
 from pallas_kernels.configs import KERNELS
 
 Arguments = Callable[[np.random.Generator, "Case"], dict[str, Any]]
@@ -367,17 +367,15 @@ SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
 INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
-# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere, and
-# the xla backend both with the blocks of its choice and with many small ones.
+# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.
 BACKENDS = {
-    "xla": {"implementation": "xla"},
-    "triton": {
-        "implementation": "triton",
-        **({} if ON_GPU else {"config": INTERPRETED}),
-    },
+    name: {
+        "implementation": name,
+        **({"config": INTERPRETED} if entry.platform and not ON_GPU else {}),
+    }
+    for name, entry in reversed(_backends.BACKENDS.items())
 }
-
-
+# The xla backend also with many small blocks.
 WITH_BLOCKS = {
     "xla_blocks": {"implementation": "xla", "config": INTERPRETED},
     **BACKENDS,

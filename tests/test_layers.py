@@ -8,20 +8,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RUNTIME = {"jax", "jaxlib", "numpy"}
-# What each layer may import of the project, innermost first.
-LAYERS = {
-    "pallas_kernels/core": {"pallas_kernels.core"},
-    "pallas_kernels/configs.py": set(),
-    "pallas_kernels/device.py": set(),
-    "pallas_kernels/triton": {
-        "pallas_kernels",  # `from pallas_kernels import configs`
-        "pallas_kernels.configs",
-        "pallas_kernels.device",
-        "pallas_kernels.core",
-        "pallas_kernels.triton",
-    },
-    "jax_flash2": {"jax_flash2", "pallas_kernels"},
-}
+# Every file of the packages, innermost first: each imports what stands before it, or
+# in its own line. A name without ".py" is a folder, whose files may import each other.
+LAYERS = (
+    ("pallas_kernels/__init__.py",),
+    ("pallas_kernels/core",),
+    ("pallas_kernels/configs.py",),
+    ("pallas_kernels/device.py",),
+    ("pallas_kernels/tables.py", "pallas_kernels/tuning"),
+    ("pallas_kernels/backend.py",),
+    ("pallas_kernels/layout.py",),
+    ("pallas_kernels/program.py",),
+    ("pallas_kernels/passes.py",),
+    ("pallas_kernels/triton",),
+    ("jax_flash2/_version.py",),
+    ("jax_flash2/_backends.py",),
+    ("jax_flash2/_chunked.py",),
+    ("jax_flash2/_sharding.py",),
+    ("jax_flash2/_operation.py",),
+    ("jax_flash2/_derivatives.py", "jax_flash2/_reference.py"),
+    ("jax_flash2/_vjp.py",),
+    ("jax_flash2/_arguments.py",),
+    ("jax_flash2/_api.py",),
+    ("jax_flash2/_flax.py",),
+    ("jax_flash2/__init__.py",),
+)
+CORE = (  # of the folder, likewise
+    "arithmetic",
+    "axes",
+    "flash2",
+    "score",
+    "dropout",
+    "mask",
+    "spec",
+    "pairs",
+)
+# Nothing else imports a backend: they are modules of a list (`jax_flash2._backends`).
+BACKENDS = {"jax_flash2._chunked", "pallas_kernels.triton"}
 PALLAS = "jax.experimental.pallas"
 
 
@@ -44,24 +67,74 @@ def files(where: str) -> list[Path]:
     return [path] if path.is_file() else sorted(path.glob("*.py"))
 
 
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules of the project that a file imports, `from package import module` too."""
+    known = {module_of(p) for p in packages()}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= inner or ({node.module} & known)
+    return found
+
+
+def packages() -> list[Path]:
+    return [
+        path
+        for package in ("jax_flash2", "pallas_kernels")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+
+
+def test_every_file_has_a_layer():
+    listed = [path for layer in LAYERS for where in layer for path in files(where)]
+    assert sorted(listed) == sorted(packages())
+    core = {path.stem for path in files("pallas_kernels/core")} - {"__init__"}
+    assert set(CORE) == core
+
+
 def test_imports_run_one_way():
-    for layer, allowed in LAYERS.items():
-        assert files(layer), layer
-        for path in files(layer):
-            for module, top in imports(path):
-                first = module.split(".")[0]
-                where = f"{path.relative_to(ROOT)} imports {module}"
-                if first in ("jax_flash2", "pallas_kernels"):
-                    inside = any(
-                        module == a or module.startswith(f"{a}.") for a in allowed
-                    )
-                    assert inside, where
-                    if layer == "jax_flash2" and "triton" in module:
-                        assert not top, f"{where} at the top: GPU code is lazy"
-                elif first not in sys.stdlib_module_names:
-                    assert first in RUNTIME, where
-                if module.startswith(PALLAS):
-                    assert layer == "pallas_kernels/triton", where
+    below: set[str] = set()
+    for layer in LAYERS:
+        own = {module_of(path) for where in layer for path in files(where)}
+        for where in layer:
+            inside = own if not where.endswith(".py") else set()
+            for path in files(where):
+                others = modules_imported(path) - {module_of(path)}
+                assert others <= below | inside, (path, others - below - inside)
+        below |= own
+
+
+def test_imports_inside_core_run_one_way():
+    for i, name in enumerate(CORE):
+        path = ROOT / "pallas_kernels" / "core" / f"{name}.py"
+        allowed = {f"pallas_kernels.core.{other}" for other in CORE[:i]}
+        assert modules_imported(path) <= allowed, (name, modules_imported(path))
+
+
+def test_no_file_imports_a_backend():
+    for path in packages():
+        found = modules_imported(path)
+        if not module_of(path).startswith("pallas_kernels.triton"):
+            assert not any(m.startswith(tuple(BACKENDS)) for m in found), path
+
+
+def test_only_backends_need_more_than_jax():
+    for path in packages():
+        for module, _ in imports(path):
+            first = module.split(".")[0]
+            where = f"{path.relative_to(ROOT)} imports {module}"
+            if first not in sys.stdlib_module_names:
+                assert first in {*RUNTIME, "jax_flash2", "pallas_kernels"}, where
+            if module.startswith(PALLAS):
+                assert path.parent.name == "triton", where
 
 
 def test_core_is_jax_numpy_and_lax_only():
@@ -71,9 +144,8 @@ def test_core_is_jax_numpy_and_lax_only():
 
 
 def test_files_stay_short():
-    for layer in [*LAYERS, "tests", "benchmarks"]:
-        for path in files(layer):
-            assert len(path.read_text().splitlines()) <= 450, path
+    for path in [*packages(), *files("tests"), *files("benchmarks")]:
+        assert len(path.read_text().splitlines()) <= 450, path
 
 
 def _output(code: str, **environment) -> list[str]:

@@ -1,0 +1,105 @@
+"""The contract of a backend, shown by one that the tests add."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import _backends, attention, explain
+from jax_flash2._backends import BACKENDS, Entry
+from pallas_kernels.backend import Backend, Call
+from tests import cases, tolerances
+from tests.cases import CASES, Case, by_name
+
+
+@pytest.fixture
+def proof(monkeypatch):
+    """The one line that registers a backend."""
+    monkeypatch.setitem(BACKENDS, "proof", Entry("tests.proof"))
+    return {"implementation": "proof"}
+
+
+COVERING = [case.name for case in CASES if case.name.startswith("pairwise")]
+
+
+@pytest.mark.parametrize("name", [*COVERING, "everything", "everything_learnt"])
+def test_a_new_backend_serves_the_covering_cases(name, proof, record_property):
+    case = by_name(name)
+    arrays, arguments = case.inputs(jnp.float32)
+    cotangents = tolerances.cotangents_for(case, jnp.float32)
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    actual = tolerances.evaluate(arrays, cotangents, {**arguments, **proof})
+    found = tolerances.check(
+        actual, exact, plain, tolerances.unit_roundoff(jnp.float32)
+    )
+    record_property("share of the allowed error", float(max(found.values())))
+
+
+def test_a_new_backend_under_vmap(proof):
+    (q, k, v), _ = Case("plain", batch=(3,), t=20, s=20).inputs(jnp.float32)
+
+    def gradient(options):
+        def loss(*x):
+            return jnp.sum(attention(*x, is_causal=True, **options) ** 2)
+
+        return jax.vmap(jax.grad(loss), (0, None, 0))(q, k[0], v)
+
+    expected = gradient({"implementation": "xla"})
+    np.testing.assert_allclose(gradient(proof), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_names_a_new_backend(proof):
+    x = jax.ShapeDtypeStruct((2, 20, 2, 16), jnp.float32)
+    lines = explain(x, x, x, **proof).splitlines()
+    assert lines[0] == "implementation: proof"
+    assert "  proof: can serve this call" in lines
+
+
+def test_a_backend_declines_with_a_reason_and_another_serves(monkeypatch):
+    first = {"proof": Entry("tests.proof"), **BACKENDS}
+    monkeypatch.setattr(_backends, "BACKENDS", first)
+    small, large = (
+        jax.ShapeDtypeStruct((1, 20, 2, h), jnp.float32) for h in (256, 264)
+    )
+    assert explain(small, small, small).startswith("implementation: proof")
+    text = explain(large, large, large)
+    assert text.startswith("implementation: xla")
+    assert "  proof: head sizes above 256" in text
+
+
+def test_a_backend_is_asked_all_that_is_static(monkeypatch):
+    asked = []
+    monkeypatch.setitem(BACKENDS, "proof", Entry("tests.proof"))
+    monkeypatch.setattr("tests.proof.unsupported", lambda call: asked.append(call))
+    case = by_name("everything_learnt")
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    explain(*arrays, **arguments, implementation="proof")
+    call = asked[0]
+    assert isinstance(call, Call)
+    assert (call.size["t"], call.size["s"]) == (case.t, case.s)
+    assert call.head_sizes == (case.h, case.d)
+    assert call.group == case.n // case.k
+    assert call.dtype == jnp.bfloat16
+    assert call.gradients == ("bias", "slopes", "sink")
+    assert call.spec.dropout is not None
+    assert [type(atom).__name__ for atom in call.spec.masks] == ["Window", "SegmentIds"]
+    assert not call.is_symbolic and not call.interpret
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "proof"])
+def test_modules_keep_the_contract(name, proof):
+    module = _backends.module(name)
+    for function in ("forward", "backward"):
+        wanted = list(inspect.signature(getattr(Backend, function)).parameters)[1:]
+        found = list(inspect.signature(getattr(module, function)).parameters)
+        assert found == wanted, function
+    assert len(inspect.signature(module.unsupported).parameters) == 1
+    with module.lowering_context():
+        pass
+
+
+def test_tests_run_every_backend():
+    assert set(cases.BACKENDS) == set(BACKENDS)
