@@ -144,13 +144,12 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": device.device_kind()}
-    options |= {"holds": support.reads_left_from_shared_memory()}
+    keeps_left = support.reads_left_from_shared_memory()
+    options |= {"keeps_left": keeps_left}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
-    left = (
-        tuning.LEFT[kernel] if half and support.reads_left_from_shared_memory() else 0
-    )
+    left = tuning.LEFT[kernel] if half and keeps_left else 0
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
     for sizes, kept in itertools.product(shapes, range(left + 1)):
         blocks = Blocks(*sizes, left_in_registers=kept)

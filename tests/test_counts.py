@@ -180,7 +180,9 @@ def test_visited_blocks_of_traced_lengths(name, looped):
 def test_programs_with_most_keys_start_first(monkeypatch, window, starts):
     """Under a causal mask those of the last rows, so that none is left for the end."""
     q, kv = (Named(jnp.zeros((40, 16)), (rows, "h")) for rows in ("t", "s"))
-    layout = memory.Layout([q, kv], ("t",), "n", Blocks(16, 16, 4, 1))
+    layout = memory.Layout(
+        [q, kv], parallel=("t",), heads="n", blocks=Blocks(16, 16, 4, 1)
+    )
     layout.size["d"] = 16
     masks = () if window is None else (Window(*window),)
     spec = AttentionSpec(Score(1.0), masks)

@@ -147,17 +147,30 @@ def test_wrong_calls_are_distinct():
         ((64, 64, 3, 1), ["num_warps", "power of two", "3"]),
         ((64, 64, 32, 1), ["num_warps", "16", "32"]),
         ((64, 64, 4, 0), ["num_stages", "0"]),
-        ((64.0, 64, 4, 1), ["block_q", "64.0"]),
         ((64, 64, 4, 1, 100), ["max_registers", "multiple of 8", "100"]),
         ((64, 64, 4, 1, 256), ["max_registers", "248", "256"]),
         ((64, 64, 4, 1, "no"), ["max_registers", "'no'"]),
-        ((64, 64, 4, 1, None, 3), ["held", "0, 1 or 2", "3"]),
-        ((64, 64, 4, 1, None, True), ["held", "0, 1 or 2", "True"]),
+        ((64, 64, 4, 1, None, 3), ["left_in_registers", "0, 1 or 2", "3"]),
+        ((64, 64, 4, 1, None, True), ["left_in_registers", "0, 1 or 2", "True"]),
     ],
 )
 def test_wrong_blocks(arguments, words):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         Blocks(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Blocks(64.0, 64, 4, 1), ["block_q", "int", "64.0"]),
+        (lambda: Blocks(64, 64, 4, True), ["num_stages", "int", "True"]),
+        (lambda: Config(forward=(64, 64, 4, 1)), ["forward", "Blocks", "(64"]),
+        (lambda: Config(interpret="no"), ["interpret", "bool", "'no'"]),
+    ],
+)
+def test_fields_of_a_wrong_type(make, words):
+    with pytest.raises(TypeError, match=".*".join(map(re.escape, words))):
+        make()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU serves this call")
@@ -195,7 +208,7 @@ def test_arrays_that_kernels_cannot_address():
 def test_slower_choice_on_a_gpu_is_said():
     """Head size 600 is beyond the kernels: the call says that a GPU could do better."""
     x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)
-    with pytest.warns(UserWarning, match=r"'xla', slower than 'triton'.*600 is above"):
+    with pytest.warns(UserWarning, match=r"'xla', slower.*600 is above"):
         lower_for_gpu(attention, x, x, x)
 
 
