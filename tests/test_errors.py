@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_flash2 import Blocks, _api, _vjp, attention, explain
+from jax_flash2 import Blocks, Config, _api, _vjp, attention, explain
 from pallas_kernels import device
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
