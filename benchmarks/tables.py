@@ -158,7 +158,7 @@ def in_overview(shape: Shape) -> bool:
 def overview(rows: Sequence[Mapping]) -> str:
     """A few shapes of a comparison for the README, and ratios over all shapes.
 
-    Two passes, as both in one lie between them.
+    Two passes, forward / backward, as both in one lie between them.
     """
     rows = [row for row in rows if row["peer"] in present(rows)]
     peers = names(rows)
@@ -168,13 +168,14 @@ def overview(rows: Sequence[Mapping]) -> str:
     shapes = list(dict.fromkeys(shape for x in found.values() for shape in x))
     lines, shown = [], []
     for shape in list(filter(in_overview, shapes)) or shapes:
-        passes = [which for which in PASSES if shape in found[which]][:2]
-        for which in passes:
-            at = found[which][shape]
-            name = str(shape) if which == passes[0] else ""
-            lines.append([name, TITLES[which].lower(), *_cells(at, peers)])
-            shown += at.values()
-    table = markdown(["B x T, N (K) x H", "TFLOP/s", *map(label, peers)], lines)
+        cells = []
+        for which in [which for which in PASSES if shape in found[which]][:2]:
+            cells.append(_cells(found[which][shape], peers))
+            shown += found[which][shape].values()
+        both = zip(*cells, strict=True)
+        words = (" / ".join(dict.fromkeys(x) if "fails" in x else x) for x in both)
+        lines.append([str(shape), *words])
+    table = markdown(["B x T, N (K) x H", *map(label, peers)], lines)
     parts = [origin(rows), table, failures(shown), by_peer(rows)]
     return "\n\n".join(part for part in parts if part)
 
