@@ -302,6 +302,12 @@ _TRITON = [
     *of(
         "pallas_kernels/configs.py",
         (
+            "anything taken for blocks",
+            "not isinstance(blocks, Blocks)",
+            "isinstance(blocks, str)",
+            "tests/test_errors.py -k wrong_type",
+        ),
+        (
             "the caller's blocks of dk and dv not taken",
             'kernel in ("dk", "dv") else',
             'kernel in ("dv",) else',

@@ -6,6 +6,7 @@ from tests import mutant_kernels
 from tests.mutant_kernels import COUNTS, REGIME, SUMS, of, rule
 
 LITERAL = "tests/test_mask.py -k literal"
+MERGE = "tests/test_merge.py -k empty"
 
 MUTANTS = [
     *of(
@@ -89,6 +90,12 @@ MUTANTS = [
             COUNTS,
         ),
         (
+            "one full block walked as an edge",
+            "return index < edges, edge",
+            "return index <= edges, edge",
+            "tests/test_mask.py -k sound",
+        ),
+        (
             "edges visited where full blocks are",
             "jnp.asarray(index >= before, jnp.int32)",
             "jnp.asarray(index > before, jnp.int32)",
@@ -149,6 +156,18 @@ MUTANTS = [
             "more = (acc + product(p)).astype(jnp.bfloat16).astype(acc.dtype); "
             "return State(m, add_row_sums(l, p), more)",
             SUMS,
+        ),
+        (
+            "parts merged without their maximum",
+            "weight = jnp.exp(lse - m)",
+            "weight = jnp.exp(lse)",
+            MERGE,
+        ),
+        (
+            "what an empty part holds is merged",
+            "jnp.where(weight[..., None] == 0.0, 0.0, o) * weight",
+            "o * weight",
+            MERGE,
         ),
         (
             "sums in range without an upper limit",

@@ -1,0 +1,97 @@
+"""`flash2.merge`: whole rows from results over parts of the keys."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import attention
+from pallas_kernels.core import flash2
+from tests.cases import Case, by_name
+from tests.tolerances import exact
+
+CASE = Case("merged", t=20, s=48)
+
+
+def _parts(case, borders, **options):
+    """Outputs and log-sum-exps over the keys between each two borders."""
+    (q, k, v), arguments = case.inputs(jnp.float32)
+    mask, sinks = (arguments.pop(name, None) for name in ("mask", "sinks"))
+    found = []
+    for i, (lo, hi) in enumerate(itertools.pairwise(borders)):
+        more = {} if sinks is None or i else {"sinks": sinks}  # in one part only
+        if mask is not None:
+            more["mask"] = mask[..., lo:hi]
+        if "is_causal" in arguments:
+            more["query_offset"] = -lo
+        result = attention(
+            *(q, k[:, lo:hi], v[:, lo:hi]),
+            implementation="xla",
+            return_residual=True,
+            **arguments,
+            **more,
+            **options,
+        )
+        found.append(result)
+    o, lse = map(jnp.stack, zip(*found, strict=True))
+    return o, lse
+
+
+@pytest.mark.parametrize("borders", [(0, 48), (0, 16, 48), (0, 5, 6, 40, 48)])
+@pytest.mark.parametrize("name", ["plain", "causal", "mask_keys", "sinks"])
+def test_parts_of_the_keys_merge_to_the_whole(name, borders):
+    case = by_name(name)
+    case = Case(case.name, case.arguments, t=20, s=48, n=case.n, k=case.k)
+    arrays, arguments = case.inputs(jnp.float32)
+    zeros = np.zeros((2, 20, case.n, 16)), np.zeros((2, 20, case.n))
+    expected = exact(arrays, zeros, arguments)
+    o, lse = flash2.merge(*_parts(case, borders))
+    np.testing.assert_allclose(o, expected["out"], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, expected["lse"], rtol=2e-5, atol=2e-6)
+
+
+def test_order_of_parts_is_no_matter():
+    o, lse = _parts(CASE, (0, 7, 30, 48))
+    whole, again = flash2.merge(o, lse), flash2.merge(o[::-1], lse[::-1])
+    for a, b in zip(whole, again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_merged_parts_merge_again():
+    o, lse = _parts(CASE, (0, 7, 30, 48))
+    first = flash2.merge(o[:2], lse[:2])
+    pairs = zip(first, (o[2], lse[2]), strict=True)
+    found = flash2.merge(*(jnp.stack(x) for x in pairs))
+    for a, b in zip(flash2.merge(o, lse), found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_empty_parts_and_far_log_sum_exps():
+    """What a part without keys holds, NaN too, is no part of the result."""
+    o = jnp.asarray([[[1.0], [np.nan], [np.nan]], [[5.0], [3.0], [np.inf]]])
+    lse = jnp.asarray([[200.0, -np.inf, -np.inf], [-200.0, -300.0, -np.inf]])
+    merged, total = flash2.merge(o, lse)
+    assert merged[:, 0].tolist() == [1.0, 3.0, 0.0]
+    assert total.tolist() == [200.0, -300.0, -np.inf]
+
+
+def test_merge_has_a_gradient():
+    """That of the softmax over the parts' log-sum-exps, also beside empty parts."""
+    rng = np.random.default_rng(0)
+    o = jnp.asarray(rng.standard_normal((3, 4, 2)), jnp.float32)
+    lse = jnp.asarray(rng.standard_normal((3, 4)), jnp.float32).at[0, 1].set(-np.inf)
+
+    def merged(o, lse):
+        out, total = flash2.merge(o, lse)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(total))
+
+    def plain(o, lse):
+        out = jnp.einsum("pr,prd->rd", jax.nn.softmax(lse, 0), o)
+        total = jax.scipy.special.logsumexp(lse, 0)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(total))
+
+    found, expected = (jax.grad(f, (0, 1))(o, lse) for f in (merged, plain))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
