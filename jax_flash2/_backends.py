@@ -74,8 +74,8 @@ def reason(name: str, call: Call) -> str | None:
     needed, here = BACKENDS[name].platform, device.platform()
     if needed is not None and not call.interpret and here != needed:
         return (
-            f"its kernels run on NVIDIA GPUs and this is {here!r} "
-            "(config=Config(interpret=True) runs them slowly on any platform)"
+            f"the kernels run on NVIDIA GPUs, not on {here!r} "
+            "(config=Config(interpret=True) interprets them on any platform, slowly)"
         )
     try:
         backend = module(name)

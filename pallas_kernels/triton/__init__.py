@@ -29,7 +29,7 @@ def unsupported(call: Call, /) -> str | None:
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16, float16 or float32"
     if call.is_symbolic:
-        return "its kernels need sizes that are numbers, and one is symbolic"
+        return "the kernels need static sizes, and this call has a symbolic one"
     if call.most_elements > memory.MOST_ELEMENTS:
         return memory.too_large(call.most_elements)
     largest = max(call.head_sizes)

@@ -28,8 +28,8 @@ MOST_ELEMENTS = 2**31
 
 def too_large(elements: int) -> str:
     return (
-        f"an array of {elements} elements is beyond the 2**31 that its kernels can "
-        "address; split the batch, as with jax.lax.map"
+        f"an array has {elements} elements, and the kernels can address 2**31; split "
+        "the batch, for example with jax.lax.map"
     )
 
 
