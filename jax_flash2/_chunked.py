@@ -137,11 +137,13 @@ class _Plan:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
-        x = x.squeezed()
+        # XLA makes the fewest copies where heads are split after the change of order in a
+        # loop, and before it where one block has all.
+        is_loop = self.count("t") * self.count("s") > 1
+        x = (x if is_loop else self.heads.split(x)).squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
         own = (*head, row) if rows_last else (row, *head)
-        # Heads are split last, so that XLA sees one change of order.
-        lead = (a for a in (*self.batch, "n", "k") if a in x.axes)
+        lead = (a for a in (*self.batch, "n", "k", "g") if a in x.axes)
         x = self.heads.split(x.ordered((*lead, *own)))
         size = self.size[row]
         scalars = self.scalars(spec, self.axes())

@@ -260,12 +260,14 @@ def varying_alike(arrays: tuple) -> tuple:
 def divisible(arrays) -> bool:
     """Whether XLA's partitioner is told how to divide what is traced.
 
-    Not on one device, nor where types say it (explicit meshes), nor inside `shard_map`:
-    where that leaves axes automatic, JAX's callback cannot read how they divide an
-    array (XLA then gathers what a kernel takes). What is divisible cannot be lowered
-    for devices that are only described (`AbstractMesh`), for the partitioner calls
-    back.
+    Not in a process of one device, nor where types say it (explicit meshes), nor inside
+    `shard_map`: where that leaves axes automatic, JAX's callback cannot read how they
+    divide an array (XLA then gathers what a kernel takes). What is divisible cannot be
+    lowered for devices that are only described (`AbstractMesh`), for the partitioner
+    calls back.
     """
+    if jax.device_count() == 1:
+        return False
     meshes = [
         jax.sharding.get_abstract_mesh(),
         *(_type(x).sharding.mesh for x in arrays),

@@ -177,9 +177,15 @@ MUTANTS = [
         ),
         (
             "an old sum not scaled by a new maximum",
+            "== alpha.ndim else of_row)",
+            "== alpha.ndim else 1.0)",
+            rule("window"),
+        ),
+        (
+            "an old sum without parts not scaled by a new maximum",
             "l = state.l * (alpha if",
             "l = state.l * (1.0 if",
-            rule("window"),
+            rule("window", backend="xla_blocks"),
         ),
         (
             "a padded row's log-sum-exp is 0",

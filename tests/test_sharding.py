@@ -1,6 +1,9 @@
 """Attention on several devices: `shard_map`, explicit and automatic shardings."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +242,30 @@ def test_automatic_shardings_along_rows_are_gathered():
     split = [jax.device_put(x, rows) for x in operands]
     run = _with_gradients("triton")
     _assert_equal(jax.jit(run)(*split), run(*operands))
+
+
+def test_one_device_needs_no_partitioner():
+    """Where nothing can divide a program, the call is lowered as it is."""
+    code = """
+import jax, jax_flash2
+x = jax.numpy.ones((1, 20, 2, 16))
+print(jax.device_count())
+print(jax.jit(jax_flash2.attention).lower(x, x, x).as_text())
+"""
+    texts = {
+        count: subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            },
+        ).stdout
+        for count in (1, 2)
+    }
+    for count, text in texts.items():
+        assert text.startswith(f"{count}\n")
+        assert ("CustomSPMDPartitioning" in text) == (count > 1)
