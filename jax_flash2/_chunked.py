@@ -137,8 +137,8 @@ class _Plan:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
-        # XLA makes the fewest copies where heads are split after the change of order in a
-        # loop, and before it where one block has all.
+        # XLA makes the fewest copies where heads are split after the change of order in
+        # a loop, and before it where one block has all.
         is_loop = self.count("t") * self.count("s") > 1
         x = (x if is_loop else self.heads.split(x)).squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
