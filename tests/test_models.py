@@ -1,0 +1,63 @@
+"""Calls of published models: listed, checked, and the same as others compute them."""
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import models
+from benchmarks.model_calls import GROUPS
+from benchmarks.peers import OURS
+from tests.tiers import deep
+
+CALLS = [(group, call) for group, calls in GROUPS.items() for call in calls]
+
+
+def test_calls_are_named_and_sourced():
+    names = [call.name for _, call in CALLS]
+    assert len(names) == len(set(names)) >= 40
+    for _, call in CALLS:
+        assert call.source
+        assert call.n % call.kv_heads == 0
+        assert call.trained or call.causal
+
+
+def _checked(group, call):
+    rows = models.rows_of(call.small(), group, "float32", rounds=1)
+    by_peer = {(row["peer"], row["pass"]): row for row in rows}
+    for (peer, which), row in by_peer.items():
+        if peer == OURS:
+            assert row["failure"] is None, (call.name, which, row["failure"])
+        if row["failure"] is None:
+            assert not row["wrong"], (call.name, peer, which)
+    return rows
+
+
+QUICK = ["gpt-oss 20B, local", "BLOOM 7B", "T5 large, decoder"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_call_and_its_table(name):
+    ((group, call),) = [x for x in CALLS if x[1].name == name]
+    rows = _checked(group, call)
+    text = models.table(rows)
+    assert name in text
+    assert ("(XLA)" in text) == (not call.sinks)  # jax.nn has no sinks
+
+
+@deep
+@pytest.mark.parametrize(("group", "call"), CALLS[::3], ids=lambda x: str(x))
+def test_every_third_call(group, call):
+    _checked(group, call)
+
+
+def test_a_wrong_peer_is_no_best(monkeypatch):
+    (call,) = [x for _, x in CALLS if x.name == "Multi-query decode"]
+
+    def wrong(call, q, k, v, arrays):
+        del call, k, arrays
+        return jnp.zeros_like(q) + v.sum()
+
+    monkeypatch.setattr(models, "PEERS", {OURS: models.PEERS[OURS], "xla": wrong})
+    rows = models.rows_of(call.small(), "serving", "float32", rounds=1)
+    assert [row["wrong"] for row in rows] == [False, True]
+    assert "WRONG" not in models.table(rows[:1])
+    assert "(XLA)" not in models.table(rows)
