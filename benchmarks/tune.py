@@ -58,7 +58,7 @@ class Problem:
     Attributes:
       static: those that are no arrays.
       arrays: those that are.
-      operand: the one array, where `operand` is timed with its gradient.
+      operand: the one array whose gradient is timed too (kernel `dbias`).
     """
 
     shape: Shape

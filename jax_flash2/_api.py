@@ -136,8 +136,8 @@ def attention(
       query_segment_ids: int32 [*B, T]. A query attends only to keys with the same id.
         Ids may come in any order. The kernels skip blocks without a common id. Finite
         values in one segment never change another segment's results by a single bit.
-        NaN and inf can leak between segments that share a block (16 to 256 rows, see
-        `Config`).
+        NaN and inf can leak between segments that share a block: 16 to 256 rows in the
+        kernels, or more keys in "xla" if queries are few (see `Config`).
       key_value_segment_ids: int32 [*B, S]. Default: query_segment_ids, if T == S.
       query_offset: the position of query row 0, as an int, an int32 scalar or int32
         [*B]. Key row 0 has position 0, so 0 aligns a causal mask to the top left and

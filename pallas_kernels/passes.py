@@ -1,7 +1,7 @@
 """The backward pass of a backend with kernels: their order, and what each is given.
 
 `dq` runs first and also writes delta and the log-sum-exp in units of log2 for the
-others, which would else compute them for every block.
+others, which would otherwise compute them for every block.
 """
 
 from __future__ import annotations

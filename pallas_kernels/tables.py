@@ -49,7 +49,8 @@ def table_path(backend: str, gpu: str) -> Path:
 def table(backend: str, gpu: str | None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).
 
-    A regime that a kernel lacks is as "plain" is.
+    A regime of elements of two bytes that a kernel lacks is as "plain" is; one of
+    float32 has no tuned blocks then.
     """
     path = table_path(backend, gpu or _DEFAULT_GPU)
     path = path if path.exists() else table_path(backend, _DEFAULT_GPU)

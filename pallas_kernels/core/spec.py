@@ -51,7 +51,7 @@ class AttentionSpec:
 
     @property
     def gradient_unit(self):
-        """Gradient of q.k over what `Pairs.score_gradient` gives."""
+        """Gradient of q.k over what `Recomputed.dz` gives."""
         return self.score.gradient_unit * self.dropout_scale
 
     @property

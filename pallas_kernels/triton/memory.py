@@ -125,12 +125,12 @@ def call(
     name: str,
     launch: Launch,
 ):
-    """Runs `kernel(inputs, outputs)`, trees of `View`, over the grid.
+    """Runs `kernel(*inputs, outputs)`, with trees of `View`, over the grid.
 
     Args:
       kernel: reads and writes its views; returns nothing.
       grid: the grid.
-      inputs: tree of `Named` arrays.
+      inputs: a tuple of trees of `Named` arrays.
       outputs: tuple of `Named` shape structs.
       name: of the kernel in profiles and dumps.
       launch: warps, stages, interpreter.

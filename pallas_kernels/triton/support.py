@@ -101,7 +101,7 @@ def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
 def in_registers(x: jax.Array) -> jax.Array:
     """x, dealt to threads as a product of its shape is.
 
-    A left operand of products then comes from registers; Triton else reads it from
+    A left operand of products then comes from registers; otherwise Triton reads it from
     shared memory for each of them. The operation is empty, but in Triton's eyes it
     takes x and the product, here of zeros, element by element: so it deals x alike.
     """
