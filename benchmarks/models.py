@@ -12,25 +12,12 @@ ratio to the best of jax.nn, its lowest and its geometric mean. Rows go to
 `models.jsonl`.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import functools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-import jax_flash2
-from benchmarks import harness, options, programs, records
-from benchmarks.harness import Program
-from benchmarks.model_calls import GROUPS, Call
-from benchmarks.peers import OURS
-from benchmarks.tables import markdown
+from benchmarks import model_rows, options, records
+from benchmarks.model_calls import GROUPS
 
 _GROUPS = options.names("groups", list(GROUPS), GROUPS, "Which calls")
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
@@ -38,232 +25,6 @@ _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no call after this long.")
 _RESULTS_DIR, _COMMIT = options.files()
-
-# A result is wrong if it is off by more than this part of its largest element.
-_TOLERANCE = 2.0**-5
-# Elements of a float32 array of scores that a check may make.
-_MOST_SCORES = 2**29
-
-
-def _ours(call: Call, q, k, v, arrays):
-    return jax_flash2.attention(
-        *(q, k, v),
-        is_causal=call.causal,
-        local_window_size=call.window,
-        scale=call.scale,
-        logits_soft_cap=call.soft_cap,
-        query_offset=call.offset,
-        **arrays,
-    )
-
-
-def _kept(call: Call, arrays) -> jax.Array | None:
-    """A mask for documents, and for positions that do not start at 0; or None."""
-    mask = None
-    if "query_segment_ids" in arrays:
-        ids = arrays["query_segment_ids"]
-        mask = (ids[:, :, None] == ids[:, None])[:, None]
-    if call.offset and call.t > 1:
-        rows = jnp.arange(call.t)[:, None] + call.offset
-        past = (rows >= jnp.arange(call.keys))[None, None]
-        mask = past if mask is None else mask & past
-    return mask
-
-
-def _distances(call: Call, arrays) -> jax.Array:
-    """ALiBi as a bias [1, N, T, S]."""
-    rows = jnp.arange(call.t)[:, None] + call.offset
-    distance = jnp.abs(rows - jnp.arange(call.keys)).astype(jnp.float32)
-    return -arrays["alibi_slopes"][:, None, None] * distance
-
-
-def _common(call: Call, arrays) -> dict:
-    """Arguments in the form of `jax.nn.dot_product_attention`."""
-    bias = arrays.get("bias")
-    if "alibi_slopes" in arrays:
-        bias = _distances(call, arrays)[None]
-    found = {"bias": bias, "mask": _kept(call, arrays), "scale": call.scale}
-    found["is_causal"] = call.causal and not call.offset
-    if "key_value_seq_lengths" in arrays:
-        found["key_value_seq_lengths"] = arrays["key_value_seq_lengths"]
-    if call.window is not None:
-        left, right = (call.keys if x is None else x for x in call.window)
-        found["local_window_size"] = (left, 0 if call.causal else right)
-    return found
-
-
-def _jax_nn(implementation: str):
-    def attention(call: Call, q, k, v, arrays):
-        if call.soft_cap is not None or call.sinks:
-            raise NotImplementedError("no soft cap and no sinks")
-        options = _common(call, arrays)
-        if options["bias"] is not None:
-            options["bias"] = options["bias"].astype(q.dtype)
-        return jax.nn.dot_product_attention(
-            q, k, v, implementation=implementation, **options
-        )
-
-    return attention
-
-
-def _tokamax(call: Call, q, k, v, arrays):
-    import tokamax
-
-    if call.sinks:
-        raise NotImplementedError("no sinks")
-    options = {n: x for n, x in _common(call, arrays).items() if x is not None}
-    if call.soft_cap is not None:
-        options["logits_soft_cap"] = call.soft_cap
-    return tokamax.dot_product_attention(q, k, v, **options)
-
-
-PEERS: dict[str, Callable] = {
-    OURS: _ours,
-    "cudnn": _jax_nn("cudnn"),
-    "xla": _jax_nn("xla"),
-    "tokamax": _tokamax,
-}
-JAX_NN = ("cudnn", "xla")
-LABELS = {"cudnn": "cuDNN", "xla": "XLA"}
-
-
-def passes(call: Call, attention: Callable) -> dict[str, Callable]:
-    """Functions of (query, key, value, output gradient, other arrays)."""
-
-    def forward(q, k, v, do, arrays):
-        del do
-        return [attention(call, q, k, v, arrays)]
-
-    def both(q, k, v, do, arrays):
-        learnt = {n: x for n, x in arrays.items() if n in ("bias", "sinks")}
-
-        def of(q, k, v, learnt):
-            return attention(call, q, k, v, {**arrays, **learnt})
-
-        out, vjp = jax.vjp(of, q, k, v, learnt)
-        return [out, *vjp(do)]
-
-    return {"forward": forward} | ({"forward_backward": both} if call.trained else {})
-
-
-def _last_head(call: Call, operands, arrays) -> tuple[Call, list, dict]:
-    """The last head of the last batch entry, as a call of its own, in float32."""
-    one = dataclasses.replace(call, batch=1, n=1, k=1)
-    made = [x[-1:, :, -1:].astype(jnp.float32) for x in operands]
-    cut = {name: x[-1:] for name, x in arrays.items()}
-    if "bias" in cut:
-        cut["bias"] = cut["bias"][:, -1:].astype(jnp.float32)
-    return one, made, cut
-
-
-def expected(call: Call, operands, arrays) -> dict[str, np.ndarray]:
-    """out and, of a trained call, dq of the last head: exact, or none if too large."""
-    if call.t * call.keys > _MOST_SCORES:
-        return {}
-    one, made, cut = _last_head(call, operands, arrays)
-
-    def exact(call, q, k, v, arrays):
-        options = {"implementation": "reference", "precision": "highest"}
-        return _ours(call, q, k, v, {**arrays, **options})
-
-    *_, function = passes(one, exact).values()
-    named = zip(("out", "dq"), jax.jit(function)(*made, cut), strict=False)
-    return {name: np.asarray(x[0, :, 0]) for name, x in named}
-
-
-def wrong(results: Sequence, want: Mapping[str, np.ndarray]) -> bool:
-    """Whether out or dq of the last head is far from what it should be."""
-    for name, x in zip(("out", "dq"), results, strict=False):
-        if name in want:
-            got = np.asarray(x[-1, :, -1].astype(jnp.float32))
-            error = np.abs(got - want[name]).max(initial=0.0)
-            if not error <= _TOLERANCE * np.abs(want[name]).max(initial=1e-30):
-                return True
-    return False
-
-
-def rows_of(call: Call, group: str, dtype: str, *, rounds: int) -> list[dict]:
-    """A row for each pass and peer."""
-    operands, arrays = call.operands(dtype)
-    want = expected(call, operands, arrays)
-    rows = []
-    for which in passes(call, _ours):
-        timed, failures, memory, is_wrong = {}, {}, {}, {}
-        for name, attention in PEERS.items():
-            try:
-                function = passes(call, attention)[which]
-                compiled = programs.lower(function, *operands, arrays).compile()
-                programs.check_fits(compiled)
-                results = jax.block_until_ready(compiled(*operands, arrays))
-                is_wrong[name] = wrong(results, want)
-                memory[name] = programs.memory(compiled)
-                run = functools.partial(compiled, *operands, arrays)
-                timed[name] = Program(run, jax.block_until_ready, lambda _: {}, {})
-            except Exception as error:  # a peer's failure is a result, not the end
-                failures[name] = harness.describe(error)
-        timings, later = harness.time_interleaved(timed, rounds=rounds)
-        for name in PEERS:
-            row = {"call": call.name, "group": group, "sizes": str(call)}
-            row |= {"source": call.source, "pass": which, "peer": name}
-            row |= {"failure": {**failures, **later}.get(name)}
-            if name in timings:
-                row |= timings[name].row()
-                row |= {"wrong": is_wrong[name], "memory": memory[name]}
-            rows.append(row)
-    return rows
-
-
-def _best(cells: Mapping[str, dict], names: Sequence[str]) -> tuple[str, float] | None:
-    found = [
-        (row["seconds"], name)
-        for name, row in cells.items()
-        if name in names and "seconds" in row and not row["wrong"]
-    ]
-    seconds, name = min(found, default=(math.nan, ""))
-    return (name, seconds) if name else None
-
-
-def _time(row: Mapping) -> str:
-    if "seconds" not in row:
-        return "-"
-    return f"{1e6 * row['seconds']:.4g}{' WRONG' if row['wrong'] else ''}"
-
-
-def table(rows: Sequence[Mapping]) -> str:
-    """Microseconds and ratios, by call; then the ratios of each group."""
-    cells: dict[tuple, dict] = {}
-    for row in rows:
-        at = row["group"], row["call"], row["sizes"], row["pass"]
-        cells.setdefault(at, {})[row["peer"]] = dict(row)
-    lines, ratios = [], {}
-    for (group, name, sizes, which), at in cells.items():
-        best, tokamax = _best(at, JAX_NN), _best(at, ["tokamax"])
-        ours = _best(at, [OURS])
-        line = [name, sizes, which.replace("_", " and "), _time(at[OURS])]
-        line.append(f"{1e6 * best[1]:.4g} ({LABELS[best[0]]})" if best else "-")
-        line.append(_time(at.get("tokamax", {})))
-        for other, known in ((best, ratios), (tokamax, None)):
-            ratio = other[1] / ours[1] if other and ours else None
-            line.append("-" if ratio is None else f"{ratio:.2f}")
-            if ratio is not None and known is not None:
-                known.setdefault((group, which), []).append(ratio)
-        lines.append(line)
-    header = ["call", "B x T, N (K) x H", "pass", "jax_flash2, us", "best of jax.nn"]
-    header += ["tokamax", "times as fast as jax.nn", "as tokamax"]
-    means = [
-        [group, which.replace("_", " and "), str(len(x)), f"{min(x):.2f}", _mean(x)]
-        for (group, which), x in ratios.items()
-    ]
-    everything = [x for found in ratios.values() for x in found]
-    if everything:
-        count, least = str(len(everything)), f"{min(everything):.2f}"
-        means.append(["all", "both", count, least, _mean(everything)])
-    summary = ["group", "pass", "calls", "lowest", "geometric mean"]
-    return f"{markdown(header, lines)}\n\n{markdown(summary, means)}"
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}"
 
 
 def main():
@@ -277,10 +38,10 @@ def main():
                 progress.say(f"no time is left for {call.name} and what comes after")
                 break
             call = call.small() if _SMALL.value else call
-            found = rows_of(call, group, _DTYPE.value, rounds=_REPEATS.value)
+            found = model_rows.rows_of(call, group, _DTYPE.value, rounds=_REPEATS.value)
             rows += [run.write(row) for row in found]
             progress.step(f"{call.name} ({time.monotonic() - begun:.0f} s)")
-    print(f"\n{run.path}\n\n{table(rows)}")
+    print(f"\n{run.path}\n\n{model_rows.table(rows)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import models
+from benchmarks import model_rows
 from benchmarks.model_calls import GROUPS
 from benchmarks.peers import OURS
 from tests.tiers import deep
@@ -21,7 +21,7 @@ def test_calls_are_named_and_sourced():
 
 
 def _checked(group, call):
-    rows = models.rows_of(call.small(), group, "float32", rounds=1)
+    rows = model_rows.rows_of(call.small(), group, "float32", rounds=1)
     by_peer = {(row["peer"], row["pass"]): row for row in rows}
     for (peer, which), row in by_peer.items():
         if peer == OURS:
@@ -38,7 +38,7 @@ QUICK = ["gpt-oss 20B, local", "BLOOM 7B", "T5 large, decoder"]
 def test_a_call_and_its_table(name):
     ((group, call),) = [x for x in CALLS if x[1].name == name]
     rows = _checked(group, call)
-    text = models.table(rows)
+    text = model_rows.table(rows)
     assert name in text
     assert ("(XLA)" in text) == (not call.sinks)  # jax.nn has no sinks
 
@@ -56,8 +56,10 @@ def test_a_wrong_peer_is_no_best(monkeypatch):
         del call, k, arrays
         return jnp.zeros_like(q) + v.sum()
 
-    monkeypatch.setattr(models, "PEERS", {OURS: models.PEERS[OURS], "xla": wrong})
-    rows = models.rows_of(call.small(), "serving", "float32", rounds=1)
+    monkeypatch.setattr(
+        model_rows, "PEERS", {OURS: model_rows.PEERS[OURS], "xla": wrong}
+    )
+    rows = model_rows.rows_of(call.small(), "serving", "float32", rounds=1)
     assert [row["wrong"] for row in rows] == [False, True]
-    assert "WRONG" not in models.table(rows[:1])
-    assert "(XLA)" not in models.table(rows)
+    assert "WRONG" not in model_rows.table(rows[:1])
+    assert "(XLA)" not in model_rows.table(rows)
