@@ -266,12 +266,12 @@ def divisible(arrays) -> bool:
     lowered for devices that are only described (`AbstractMesh`), for the partitioner
     calls back.
     """
-    if jax.device_count() == 1:
-        return False
     meshes = [
         jax.sharding.get_abstract_mesh(),
         *(_type(x).sharding.mesh for x in arrays),
     ]
+    if all(mesh.empty for mesh in meshes):
+        return jax.device_count() > 1
     return all(
         mesh.empty or (mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto})
         for mesh in meshes

@@ -11,6 +11,9 @@ from jax_flash2 import Blocks, Config, attention
 from pallas_kernels.core import dropout as dropout_lib
 from pallas_kernels.core.arithmetic import Arithmetic, wide_product
 from pallas_kernels.core.dropout import Dropout
+from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
 from tests.cases import BACKENDS, ON_GPU
 from tests.tiers import MAINLY_XLA
 
@@ -169,3 +172,19 @@ def test_mean_over_keys_is_attention_without(backend):
     without = attention(x, x, x, **BACKENDS[backend])
     # A dropped probability changes the output by up to |v| / sqrt(S).
     assert np.abs(mean - without).max() < 5 * 0.5 * np.abs(x).max() / np.sqrt(count)
+
+
+def test_a_backend_makes_the_bits_its_own_way():
+    """In whole groups of rows, of which the block's are taken."""
+    asked = []
+
+    def bits(dropout, rows, order, arithmetic):
+        asked.append(rows)
+        return dropout.bits(rows, order, arithmetic)
+
+    dropout = Dropout((jnp.uint32(1), jnp.uint32(2)), Dropout.threshold_of(0.5))
+    spec = AttentionSpec(Score(1.0), dropout=dropout)
+    rows, p = {"t": (16, 20), "s": (0, 24)}, jnp.ones((20, 24))
+    own = Pairs(spec, rows, arithmetic=Arithmetic(bits=bits)).drop(p)
+    np.testing.assert_array_equal(own, Pairs(spec, rows).drop(p))
+    assert asked == [{"t": (16, 32), "s": (0, 32)}]

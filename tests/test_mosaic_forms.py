@@ -38,11 +38,8 @@ MOSAIC = Arithmetic(along=_along, numbers=_numbers)
 def _load(ref, rows, axis):
     """A vector of the rows of a block, or of its columns, as products deal them."""
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    index = () if jax.__version_info__ < (0, 11) else None
-    at = ref.at[pl.ds(0, rows)]
-    if jax.__version_info__ < (0, 12):
-        return plgpu.load(at, index or (), layout=layout, optimized=False)
-    return plgpu.load(at, layout=layout, optimized=False)
+    index = ((),) if jax.__version_info__ < (0, 12) else ()
+    return plgpu.load(ref.at[pl.ds(0, rows)], *index, layout=layout, optimized=False)
 
 
 def _product(shape, a, b):

@@ -64,8 +64,8 @@ class Arithmetic:
       wide_product: upper and lower half of a product of uint32.
       along: a vector against a block.
       numbers: row numbers against a block.
-      bits: of dropout, with the arguments of `Dropout.bits` but the last after the
-        dropout itself; None for that method.
+      bits: of dropout, in place of the method `Dropout.bits` and with its arguments;
+        None for that method.
     """
 
     exp2: Callable = exp2

@@ -73,9 +73,8 @@ class Pairs:
         groups = {
             n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
         }
-        if self.arithmetic.bits is not None:
-            return self.arithmetic.bits(dropout, groups, self.order)
-        bits, shape = dropout.bits(groups, self.order, self.arithmetic), self.shape
+        make, shape = self.arithmetic.bits or type(dropout).bits, self.shape
+        bits = make(dropout, groups, self.order, self.arithmetic)
         return bits if bits.shape[-2:] == shape else bits[..., : shape[0], : shape[1]]
 
     def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
