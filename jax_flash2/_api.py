@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_flash2 import _arguments, _backends, _derivatives, _sharding, _vjp
 from jax_flash2._operation import Problem
+from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
@@ -323,6 +324,8 @@ def _checked(
     if not spec.positional:
         spec = dataclasses.replace(spec, offset=None)
     q, k, v = shape.operands(query, key, value)
+    if config is not None:
+        division.check(config.splits, shape.s)
     return Call(q, k, v, spec, config, precision)
 
 

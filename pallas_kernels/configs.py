@@ -89,10 +89,16 @@ class Config:
       dq: blocks of the kernel that computes the gradient of query.
       dbias: blocks of the kernel that computes the gradient of `bias`, `alibi_slopes`
         or a `scale` that is an array.
+      splits: into how many parts each kernel divides the work of a block of rows, from
+        1 (not at all) to S / 16 for S keys. Parts run side by side, and the kernels
+        put them together: keys of few queries, query heads that share a key/value head,
+        heads and batch entries that share a bias. None lets the library choose from the
+        sizes of a call and the GPU; a number makes the bits of a row independent of how
+        many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
 
     Raises:
-      TypeError: if a field is not of its type.
+      TypeError, ValueError: if a field is not as above.
 
     Example:
       >>> from jax_flash2 import Blocks, Config
@@ -106,6 +112,7 @@ class Config:
     dv: Blocks | None = None
     dq: Blocks | None = None
     dbias: Blocks | None = None
+    splits: int | None = None
     interpret: bool = False
 
     def __post_init__(self):
@@ -115,6 +122,12 @@ class Config:
                 raise TypeError(
                     f"{kernel} must be a jax_flash2.Blocks or None, got {blocks!r}"
                 )
+        splits = self.splits
+        if splits is not None:
+            if isinstance(splits, bool) or not isinstance(splits, int):
+                raise TypeError(f"splits must be an int or None, got {splits!r}")
+            if splits < 1:
+                raise ValueError(f"splits must be at least 1, got {splits}")
         if not isinstance(self.interpret, bool):
             raise TypeError(f"interpret must be a bool, got {self.interpret!r}")
 

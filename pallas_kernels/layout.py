@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, sizes
+from pallas_kernels.core.mask import Range, divide
 from pallas_kernels.tables import padded
 
 
@@ -32,12 +36,14 @@ class Launch:
       precision: of float32 products.
       arithmetic: the backend's instructions, or JAX's own.
       interpret: run in Pallas's interpreter.
+      splits: of the caller's `Config`.
     """
 
     blocks: Blocks
     precision: Any
     arithmetic: Arithmetic
     interpret: bool
+    splits: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Layout(abc.ABC):
         query heads of a group.
       blocks: block sizes.
       looped: axes of heads (`n`) and batch that a program loops over.
+      splits: into how many parts a program's work is divided (`division`), or None.
     """
 
     def __init__(
@@ -160,6 +167,7 @@ class Layout(abc.ABC):
         heads: str,
         blocks: Blocks,
         looped: tuple[str, ...] = (),
+        splits: int | None = None,
     ):
         size = sizes(operands)
         self.size = size
@@ -171,14 +179,48 @@ class Layout(abc.ABC):
         names = [heads] if heads in size else []
         names += reversed(batch_axes(operands))
         names = [name for name in names if name not in looped]
-        self.names = (*parallel, *names)
-        self.grid = (*self.num_blocks.values(), *(size[name] for name in names))
         self.heads = heads
         self.looped = {name: size[name] for name in looped}
+        self.parts = self._divided([size[name] for name in names], splits)
+        self.names = (*parallel, *self.parts, *names)
+        counts = *self.num_blocks.values(), *self.parts.values()
+        self.grid = (*counts, *(size[name] for name in names))
+
+    def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:
+        """The sizes of the axes of parts (`division.parts`)."""
+        visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
+        return division.parts(
+            math.prod(self.num_blocks.values()) * math.prod(others),
+            self.elements,
+            math.prod(visited),
+            few_rows=self._visited == ("s",) and self.size["t"] <= self.rows["t"] <= 64,
+            splits=splits,
+        )
+
+    @property
+    def _visited(self) -> tuple[str, ...]:
+        return tuple(a for a in ("t", "s") if a not in self.num_blocks)
+
+    @property
+    def elements(self) -> int:
+        """Heads, or heads and batch entries, that a program loops over."""
+        return self.group if self.heads == "k" else math.prod(self.looped.values())
+
+    def own_elements(self, where: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The first of the elements that the program at `where` visits, their end."""
+        if "y" not in self.parts:
+            return np.int32(0), np.int32(self.elements)
+        index, count = where["y"], self.parts["y"]
+        first, end = (divide(self.elements * i, count) for i in (index, index + 1))
+        return first, end
+
+    def own_blocks(self, where: Mapping[str, Any], blocks: Range) -> Range:
+        """Those of a range that the program at `where` visits."""
+        return blocks.part(where["z"], self.parts["z"]) if "z" in self.parts else blocks
 
     @abc.abstractmethod
     def program_ids(self) -> dict[str, jax.Array]:
-        """The number of this program's block of `t`, `s` or both."""
+        """The number of this program's block of `t`, `s` or both, and of its parts."""
 
     def rows_at(self, name: str, start, limit=None) -> Rows:
         """The block of `t` or `s` that starts at `start`.

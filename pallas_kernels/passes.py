@@ -1,6 +1,6 @@
-"""The backward pass of a backend with kernels: their order, and what each is given.
+"""The passes of a backend with kernels: their order, and what each is given.
 
-`dq` runs first and also writes delta and the log-sum-exp in units of log2 for the
+Of the backward's, `dq` runs first and also writes delta and the log-sum-exp in units of log2 for the
 others, which would otherwise compute them for every block.
 """
 
@@ -12,8 +12,32 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import division
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
+
+
+def forward(
+    run: Callable,
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    outputs: tuple[Named, Named],
+) -> tuple[jax.Array, ...]:
+    """Output and log-sum-exp (`backend.Backend.forward`).
+
+    Args:
+      run: as for `backward`; "forward" gets what is left of this function's arguments.
+    """
+    packing = division.Packing.of(q, k, spec)
+    if packing is None:
+        return run("forward", "s", q, k, v, spec, outputs)
+    operands = map(packing.array, (q, k, v))
+    structs = tuple(map(packing.struct, outputs))
+    found = run("forward", "s", *operands, packing.spec(spec), structs)
+    pairs = zip(found, structs, outputs, strict=True)
+    return tuple(packing.unpacked(Named(x, s.axes), out.axes) for x, s, out in pairs)
 
 
 def backward(

@@ -29,10 +29,11 @@ def query_program(
       program's block lies, and the range of key blocks that it needs.
     """
     block = layout.rows["t"]
-    i = layout.program_ids()["t"]
+    ids = layout.program_ids()
+    i = ids.pop("t")
     if spec.later_rows_see_more:  # they start first
         i = layout.num_blocks["t"] - 1 - i
-    where: Where = {"i": i}
+    where: Where = {"i": i, **ids}
     spec = load_tree(_with_end(spec, layout), ("t", "s"), where)
     start = i * block
     where["t"] = layout.rows_at("t", start, spec.q_limit(layout.size["t"]))
@@ -40,13 +41,14 @@ def query_program(
     spec = load_tree(spec, ("t", "s"), where)
     end = _end(layout, "t", start)
     kv_blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
-    return spec, where, kv_blocks
+    return spec, where, layout.own_blocks(where, kv_blocks)
 
 
 def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Where]:
     """The start of a program that owns a block of key rows: as `query_program`."""
-    j = layout.program_ids()["s"]
-    where: Where = {"j": j}
+    ids = layout.program_ids()
+    j = ids.pop("s")
+    where: Where = {"j": j, **ids}
     spec = load_tree(spec, ("s", "t"), where)
     start = j * layout.rows["s"]
     where["s"] = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
@@ -62,7 +64,7 @@ def query_head(
     start = where["s"].start
     end = _end(layout, "s", start)
     q_blocks = spec.q_blocks(start, end, layout.size["t"], layout.rows["t"])
-    return spec, where, q_blocks
+    return spec, where, layout.own_blocks(where, q_blocks)
 
 
 def tile_program(
@@ -76,7 +78,8 @@ def tile_program(
     """
     own = tuple(layout.num_blocks)
     names = {"t": "i", "s": "j"}
-    where: Where = {names[a]: block for a, block in layout.program_ids().items()}
+    ids = layout.program_ids()
+    where: Where = {names.get(a, a): number for a, number in ids.items()}
     result: Where = {
         a: layout.rows_at(a, where[names[a]] * layout.rows[a]) for a in own
     }
@@ -108,13 +111,13 @@ def element(
         blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
         if "j" in where:
             blocks = blocks & everything(where["j"], where["j"] + 1)
-        return spec, where, "s", blocks
+        return spec, where, "s", layout.own_blocks(where, blocks)
     start = where["j"] * layout.rows["s"]
     where["s"] = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
     spec = load_tree(spec, ("t", "s"), where)
     end = _end(layout, "s", start)
     blocks = spec.q_blocks(start, end, layout.size["t"], layout.rows["t"])
-    return spec, where, "t", blocks
+    return spec, where, "t", layout.own_blocks(where, blocks)
 
 
 def visit_at(

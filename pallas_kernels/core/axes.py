@@ -11,6 +11,8 @@ The names of a single attention problem are
 | `h` | head size of query and key |
 | `d` | head size of value and output |
 | `i`, `j` | blocks of query rows and of key rows, in block tables (`core.mask`) |
+| `y` | parts of the heads and batch entries that a program visits (`division`) |
+| `z` | parts of the blocks that it visits |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
 `None` names an axis of size 1 that is broadcast; a name that an operand lacks is
@@ -21,6 +23,7 @@ broadcast too. So a bias, a mask and an unmapped key need no special case, and
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +81,14 @@ class Named:
         shape = (*shape[:i], outer_size, inner_size, *shape[i + 1 :])
         axes = (*self.axes[: i + 1], inner, *self.axes[i + 1 :])
         return Named(self.value.reshape(shape), axes)
+
+    def joined(self, outer: str, inner: str) -> Named:
+        """Makes two neighbouring axes one, called `outer`: the inverse of `split`."""
+        i = self.axes.index(outer)
+        if self.axes[i + 1] != inner:
+            raise ValueError(f"{outer!r} and {inner!r} are no neighbours: {self.axes}")
+        shape = (*self.shape[:i], math.prod(self.shape[i : i + 2]), *self.shape[i + 2 :])
+        return Named(self.value.reshape(shape), (*self.axes[: i + 1], *self.axes[i + 2 :]))
 
     def renamed(self, old: str, new: str | None) -> Named:
         return Named(self.value, tuple(new if a == old else a for a in self.axes))
@@ -213,7 +224,4 @@ class Heads:
         """The inverse of `split`, where `k` and `g` are neighbours."""
         if "g" not in x.axes:
             return x
-        i = x.axes.index("g")
-        shape = (*x.shape[: i - 1], -1, *x.shape[i + 1 :])
-        axes = (*x.axes[: i - 1], "n", *x.axes[i + 1 :])
-        return Named(x.value.reshape(shape), axes)
+        return x.joined("k", "g").renamed("k", "n")

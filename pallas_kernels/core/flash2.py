@@ -187,12 +187,14 @@ def finish(
 
     Args:
       state: after the last block.
-      sink: a logit that joins every row's softmax, without a value; or None.
+      sink: a logit that joins every row's softmax, without a value; or None. It
+        broadcasts against rows, or has an axis of size 1 after theirs.
       arithmetic: the backend's.
     """
     m, l, acc = _finite(state.m), state.total, state.acc
     empty = l == 0.0
     if sink is not None:
+        sink = jnp.squeeze(sink, -1) if sink.ndim > m.ndim else sink
         sink = sink.astype(m.dtype) * LOG2_E
         joint = jnp.maximum(m, sink)
         shift = jnp.where(empty, 0.0, joint)
@@ -205,7 +207,9 @@ def finish(
     return acc * arithmetic.along(1.0 / l, -2, acc.shape), lse
 
 
-def merge(o: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge(
+    o: jax.Array, lse: jax.Array, sink: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The result of whole rows from results over disjoint sets of keys.
 
     With lse the log-sum-exp of all of them, o = sum(exp(lse_i - lse) * o_i): as exact
@@ -216,14 +220,18 @@ def merge(o: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
       o: [parts, *rows, value head size], outputs in float32, or wider.
       lse: [parts, *rows], log-sum-exps (natural logarithm). If there is a sink, only
         one part may have taken it in.
+      sink: one that no part took in, as for `finish`; it broadcasts against rows.
 
     Returns:
       o [*rows, value head size] and lse [*rows].
     """
     m = _finite(jnp.max(lse, axis=0))
+    empty = jnp.all(lse == -jnp.inf, axis=0)
+    m = m if sink is None else jnp.where(empty, m, jnp.maximum(m, sink))
     weight = jnp.exp(lse - m)
     total = jnp.sum(weight, axis=0)
-    empty = total == 0.0
+    if sink is not None:
+        total = jnp.where(empty, total, total + jnp.exp(sink - m))
     inverse = 1.0 / jnp.where(empty, 1.0, total)
     # An empty part may hold anything.
     parts = jnp.where(weight[..., None] == 0.0, 0.0, o) * weight[..., None]

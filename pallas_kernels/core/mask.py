@@ -47,7 +47,7 @@ def maximum(a, b):
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _div(a, b: int):
+def divide(a, b: int):
     """a // b for a >= 0: one division in a kernel, where `//` would be many steps."""
     if isinstance(a, int):
         return a // b
@@ -82,10 +82,10 @@ class Range(NamedTuple):
     def blocks(self, block: int, size: int) -> Range:
         """From rows to blocks of `block` rows; `size` is the number of rows."""
         rows = self & Range(0, 0, size, size)
-        need_lo = _div(minimum(rows.need_lo, size), block)
-        need_hi = _div(minimum(rows.need_hi, size) + block - 1, block)
-        full_lo = _div(rows.full_lo + block - 1, block)
-        full_hi = _div(rows.full_hi, block)
+        need_lo = divide(minimum(rows.need_lo, size), block)
+        need_hi = divide(minimum(rows.need_hi, size) + block - 1, block)
+        full_lo = divide(rows.full_lo + block - 1, block)
+        full_hi = divide(rows.full_hi, block)
         return Range(need_lo, full_lo, full_hi, need_hi) & everything(need_lo, need_hi)
 
     def fold(self, visit: Callable, state):
@@ -138,6 +138,11 @@ class Range(NamedTuple):
         edge = place(index)
         # Arithmetic instead of `where`, as in `_when`.
         return index < edges, edge + full * (self.full_lo + index - edges - edge)
+
+    def part(self, index, count: int) -> Range:
+        """Part number `index` of `count` parts, as equal as whole blocks can be."""
+        first, last = (divide(self.count * i, count) for i in (index, index + 1))
+        return self & everything(self.need_lo + first, self.need_lo + last)
 
     @property
     def any_full(self):

@@ -62,9 +62,12 @@ class Pairs:
         if not self.spec.score.positional:
             return None
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
+        query, key = self._numbers("t", 0), self._numbers("s", 0).astype(jnp.float32)
+        if self.spec.repeat > 1:
+            query, t_start = self.spec.query_numbers(self._numbers("t")), 0
         between = jnp.asarray(t_start + self.spec.start - s_start, jnp.float32)
-        query, key = (self._numbers(name, 0).astype(jnp.float32) for name in "ts")
-        return Place(between + query, key, self.spec.keeps_past_only)
+        past_only = self.spec.keeps_past_only
+        return Place(between + query.astype(jnp.float32), key, past_only)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:

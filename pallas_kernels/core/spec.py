@@ -33,6 +33,8 @@ class AttentionSpec:
         at 0.
       sink: a logit for each head that joins the softmax, or None.
       dropout: of the probabilities, or None.
+      repeat: how many query rows stand at one position, one after the other: heads of
+        a group, as rows (`division.pack`). Static.
       table: for each query block, the `Range` of key blocks that the data-dependent
         atoms allow, or the same for key blocks (`with_table`); None without any.
     """
@@ -43,6 +45,7 @@ class AttentionSpec:
     sink: Any = None
     dropout: Dropout | None = None
     table: Range | None = None
+    repeat: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def start(self):
@@ -100,6 +103,10 @@ class AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""
         return dataclasses.replace(self, masks=self._windows)
 
+    def query_numbers(self, rows):
+        """Which queries these rows are; the one for the other but for `repeat`."""
+        return rows if self.repeat == 1 else mask_lib.divide(rows, self.repeat)
+
     def keep(self, q, kv) -> jax.Array | None:
         """Which pairs are kept, or None for all.
 
@@ -107,6 +114,7 @@ class AttentionSpec:
           q, kv: int32 row numbers that broadcast against each other; array fields of
             the spec must hold the matching blocks.
         """
+        q = self.query_numbers(q)
         q_pos = q + self.start
         kept = None
         for atom in self.masks:
@@ -120,12 +128,12 @@ class AttentionSpec:
         return self._limit("key_value", size)
 
     def q_limit(self, size: int):
-        return self._limit("query", size)
+        return self._limit("query", size, self.repeat)
 
-    def _limit(self, side: str, size: int):
+    def _limit(self, side: str, size: int, repeat: int = 1):
         lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
-        lengths = [length for length in lengths if length is not None]
-        return functools.reduce(mask_lib.minimum, lengths, size)
+        limits = [n if repeat == 1 else n * repeat for n in lengths if n is not None]
+        return functools.reduce(mask_lib.minimum, limits, size)
 
     def with_end(self, kv_size: int) -> AttentionSpec:
         """Also masks key rows beyond the array, for a last block that overhangs it."""
@@ -139,10 +147,13 @@ class AttentionSpec:
             tuple(a for a in self.masks if not isinstance(a, DataDependent)),
             self.offset,
             table=self.table,
+            repeat=self.repeat,
         )
 
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
+        if self.repeat > 1:
+            q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
 
     def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Range:

@@ -74,7 +74,9 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         gpu=device.device_kind(),
         keeps_left=support.reads_left_from_shared_memory(),
     )
-    return Launch(blocks, product, support.arithmetic(dtype, interpret), interpret)
+    arithmetic = support.arithmetic(dtype, interpret)
+    splits = None if config is None else config.splits
+    return Launch(blocks, product, arithmetic, interpret, splits)
 
 
 _KERNELS = {
@@ -109,8 +111,8 @@ def _run(
 
 def forward(q, k, v, spec, outputs, *, config, precision):
     """Output and log-sum-exp (`backend.Backend`)."""
-    options = {"config": config, "precision": precision}
-    return _run("forward", "s", q, k, v, spec, outputs, **options)
+    run = functools.partial(_run, config=config, precision=precision)
+    return passes.forward(run, q, k, v, spec, outputs)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):

@@ -23,14 +23,14 @@ but the sums have one order, so that the same inputs give the same bits.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import program
+from pallas_kernels import division, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named, summed_to
 from pallas_kernels.core.spec import AttentionSpec
@@ -61,6 +61,7 @@ def dkv(
         parallel=("s",),
         heads="k",
         blocks=launch.blocks,
+        splits=launch.splits,
     )
 
     def kernel(q, k, v, spec, saved, views):
@@ -101,23 +102,24 @@ def dkv(
             for name, axis in (("dk", "h"), ("dv", "d"))
             if name in outputs
         }
-        if layout.group == 1:
-            sums = head(0, sums)
-        else:
-            sums = lax.fori_loop(np.int32(0), np.int32(layout.group), head, sums)
+        sums = _over(layout, where, head, sums)
         where["s"] = layout.rows_at("s", where["s"].start)
         unit = {"dk": spec.gradient_unit, "dv": spec.dropout_scale}
         for name, view in zip(outputs, views, strict=True):
             view.store(sums[name] * unit[name], where)
 
-    return memory.call(
-        kernel,
-        layout,
-        (q, k, v, spec, saved),
-        tuple(outputs.values()),
-        name="flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}",
-        launch=launch,
-    )
+    name = "flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}"
+    results = tuple(outputs.values())
+    inputs = q, k, v, spec, saved
+    found = memory.call(kernel, layout, inputs, results, name=name, launch=launch)
+    return division.summed(found, results)
+
+
+def _over(layout: memory.Layout, where: program.Where, body: Callable, state):
+    """Runs `state = body(element, state)` over the program's heads or batch entries."""
+    if layout.elements == 1:
+        return body(np.int32(0), state)
+    return lax.fori_loop(*layout.own_elements(where), body, state)
 
 
 def dq(
@@ -142,6 +144,7 @@ def dq(
         parallel=("t",),
         heads="n",
         blocks=launch.blocks,
+        splits=launch.splits,
     )
 
     def kernel(q, k, v, spec, saved, outputs):
@@ -173,14 +176,16 @@ def dq(
         for view, value in zip(outputs, (dq, delta, lse_log2), strict=True):
             view.store(value, where)
 
-    return memory.call(
+    found = memory.call(
         kernel,
         layout,
         (q, k, v, spec, saved),
         outputs,
         name="flash2_dq",
         launch=launch,
+        alike=(1, 2),
     )
+    return division.summed(found, outputs)
 
 
 def dbias(
@@ -214,6 +219,7 @@ def dbias(
         heads="n",
         blocks=launch.blocks,
         looped=summed,
+        splits=launch.splits,
     )
 
     def kernel(q, k, v, spec, saved, outputs):
@@ -237,18 +243,9 @@ def dbias(
             return visited.fold(visit, total)
 
         total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
-        count = math.prod(layout.looped.values())
-        if summed:
-            total = lax.fori_loop(np.int32(0), np.int32(count), add_element, total)
-        else:
-            total = add_element(np.int32(0), total)
+        total = _over(layout, where, add_element, total)
         outputs[0].store(total * spec.dropout_scale, result)
 
-    return memory.call(
-        kernel,
-        layout,
-        (q, k, v, spec, saved),
-        outputs,
-        name=f"flash2_d{field}",
-        launch=launch,
-    )
+    inputs, name = (q, k, v, spec, saved), f"flash2_d{field}"
+    found = memory.call(kernel, layout, inputs, outputs, name=name, launch=launch)
+    return division.summed(found, outputs)

@@ -16,11 +16,13 @@ Shared memory: q [block_q, H], if not kept in registers, and num_stages times k
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import program
+from pallas_kernels import division, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
@@ -53,7 +55,11 @@ def forward(
         parallel=("t",),
         heads="n",
         blocks=launch.blocks,
+        splits=launch.splits,
     )
+
+    sink = spec.sink if layout.parts else None
+    spec = dataclasses.replace(spec, sink=None) if layout.parts else spec
 
     def kernel(q, k, v, spec, outputs):
         spec, where, kv_blocks = program.query_program(spec, layout)
@@ -94,11 +100,8 @@ def forward(
         for view, value in zip(outputs, values, strict=True):
             view.store(value, where)
 
-    return memory.call(
-        kernel,
-        layout,
-        (q, k, v, spec),
-        outputs,
-        name="flash2_forward",
-        launch=launch,
+    inputs = q, k, v, spec
+    found = memory.call(
+        kernel, layout, inputs, outputs, name="flash2_forward", launch=launch
     )
+    return division.merged(found, outputs, sink)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import layout
+from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
@@ -81,7 +81,8 @@ class Layout(layout.Layout):
         self._max_registers = blocks.max_registers
 
     def program_ids(self) -> dict[str, jax.Array]:
-        ids = {name: pl.program_id(axis) for axis, name in enumerate(self.num_blocks)}
+        own = *self.num_blocks, *self.parts
+        ids = {name: pl.program_id(axis) for axis, name in enumerate(own)}
         first = next(iter(ids))
         return ids | {first: with_registers(ids[first], self._max_registers)}
 
@@ -124,7 +125,8 @@ def call(
     *,
     name: str,
     launch: Launch,
-):
+    alike: tuple[int, ...] = (),
+) -> tuple[Named, ...]:
     """Runs `kernel(*inputs, outputs)`, with trees of `View`, over the grid.
 
     Args:
@@ -134,14 +136,19 @@ def call(
       outputs: tuple of `Named` shape structs.
       name: of the kernel in profiles and dumps.
       launch: warps, stages, interpreter.
+      alike: numbers of the outputs of which every part is the whole.
 
     Returns:
-      A tuple of arrays like `outputs`.
+      The outputs, or the parts of each (`division.partial`).
 
     Raises:
       ValueError: if an array is too large, as `jax.vmap` may make it.
     """
     operands, tree = jax.tree.flatten(inputs)
+    outputs = [
+        x if i in alike else division.partial(x, grid.parts)
+        for i, x in enumerate(outputs)
+    ]
     elements = max(math.prod(x.shape) for x in (*operands, *outputs))
     if elements > MOST_ELEMENTS:
         raise ValueError(f"implementation='triton': {too_large(elements)}")
@@ -164,4 +171,4 @@ def call(
         interpret=launch.interpret,
         name=name,
     )(*(operand.value for operand in operands))
-    return tuple(results)
+    return tuple(Named(x, y.axes) for x, y in zip(results, outputs, strict=True))

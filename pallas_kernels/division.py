@@ -1,0 +1,186 @@
+"""How the work of a call is divided over programs, and how parts are put together.
+
+A kernel has a program for each block of its own rows, head and batch entry. Where those
+are fewer than the GPU runs at once, its multiprocessors stand idle. What then happens
+follows from counts and from the number of multiprocessors, here for every kernel of
+every backend:
+
+- `pack`: with few queries, the query heads of a group become rows of one block, so that
+  keys and values are read once for the group.
+- `y`: what a program would loop over besides blocks (the query heads of a group, or the
+  heads and batch entries that an operand is broadcast over) is divided over programs.
+- `z`: so is the range of blocks that it would visit.
+
+The parts of a result are float32. They are put together in one order, so that the same
+inputs give the same bits: outputs by their log-sum-exps (`flash2.merge`), gradients by
+sums. There are never more than a few tiles of parts for each multiprocessor, so their
+memory does not grow with the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Axes, Heads, Named, sizes
+from pallas_kernels.core.spec import AttentionSpec
+
+PARTS = ("y", "z")
+
+# Rows up to which a block of packed heads pays.
+_MOST_ROWS = 64
+# Programs for each multiprocessor up to which loops over heads are divided: some have
+# less to do than others, and those that are left over should be short.
+_WAVES = 4
+# Blocks of keys or queries that a part of a range has at least.
+_FEWEST_BLOCKS = 4
+
+
+def parts(
+    programs: int, elements: int, blocks: int, *, few_rows: bool, splits: int | None
+) -> dict[str, int]:
+    """Into how many parts the work of each program is divided, by axis.
+
+    Args:
+      programs: before.
+      elements: heads, or heads and batch entries, that one of them loops over.
+      blocks: of keys or queries that it visits at most for each; 1 if it owns both.
+      few_rows: whether it waits for memory most of the time, as a block of few rows.
+      splits: how many parts there are to be (`configs.Config`); None chooses.
+
+    Returns:
+      The sizes of the axes of `PARTS` that are not 1.
+    """
+    if splits is not None:
+        y = math.gcd(splits, elements) if blocks > 1 else min(splits, elements)
+        z = splits // y if blocks > 1 else 1
+    else:
+        gpu = device.multiprocessors()
+        each = max(1, elements * programs // (_WAVES * gpu))
+        y = -(-elements // min(each, elements))
+        z = _waves(programs * y, gpu * (2 if few_rows else 1), blocks // _FEWEST_BLOCKS)
+    return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
+
+
+def _waves(programs: int, room: int, most: int) -> int:
+    """The fewest parts that fill the room for programs about as well as any number."""
+    if programs >= 0.8 * room:
+        return 1
+
+    def filled(n: int) -> float:
+        waves = programs * n / room
+        return waves / math.ceil(waves)
+
+    counts = range(1, max(1, min(most, room // programs)) + 1)
+    best = max(map(filled, counts))
+    return next(n for n in counts if filled(n) >= 0.85 * best)
+
+
+def check(splits: int | None, keys: int) -> None:
+    """Raises a ValueError if a call with so many keys cannot be divided so often."""
+    most = max(1, -(-keys // 16))
+    if splits is not None and splits > most:
+        raise ValueError(
+            f"config=Config(splits={splits}) does not fit {keys} keys: a part has a "
+            f"block of 16 at least, so splits must be from 1 to {most}"
+        )
+
+
+def partial(output: Named, count: Mapping[str, int]) -> Named:
+    """The shape struct of the parts of a result."""
+    if not count:
+        return output
+    struct = jax.ShapeDtypeStruct((*count.values(), *output.shape), jnp.float32)
+    return Named(struct, (*count, *output.axes))
+
+
+def summed(found: Sequence[Named], outputs: Sequence[Named]) -> tuple[jax.Array, ...]:
+    """Gradients from their parts."""
+    pairs = zip(found, outputs, strict=True)
+    return tuple(x.summed(PARTS).value.astype(out.dtype) for x, out in pairs)
+
+
+def merged(
+    found: tuple[Named, Named], outputs: tuple[Named, Named], sink: Named | None
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp, from parts of the keys if there are any.
+
+    Args:
+      found: the results of a kernel.
+      outputs: their shape structs.
+      sink: one that no part took in.
+    """
+    o, lse = found
+    if "z" not in o.axes:
+        return o.value, lse.value
+    rows = tuple(a for a in o.axes if a not in ("z", "d"))
+    o = o.ordered(("z", *rows, "d"))
+    sink = None if sink is None else sink.to(rows)
+    merged_o, merged_lse = flash2.merge(o.value, lse.to(("z", *rows)), sink)
+    whole = Named(merged_o, (*rows, "d")), Named(merged_lse, rows)
+    pairs = zip(whole, outputs, strict=True)
+    return tuple(x.to(out.axes).astype(out.dtype) for x, out in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Query heads of a group as rows: row t * group + g is query t, head g of the group.
+
+    There is then one query head for each key/value head.
+    """
+
+    heads: Heads
+    queries: int
+
+    @classmethod
+    def of(cls, q: Named, k: Named, spec: AttentionSpec) -> Packing | None:
+        """What fits a call, or None where its heads stay apart."""
+        size = sizes([q, k])
+        heads = Heads.of(size)
+        rows = size["t"] * heads.group
+        # Bits of dropout are made for sixteen rows that lie together.
+        if heads.group == 1 or rows > _MOST_ROWS or spec.dropout is not None:
+            return None
+        return cls(heads, size["t"])
+
+    def array(self, x: Named) -> Named:
+        """An operand with its rows packed; what varies by head varies by row."""
+        x = self.heads.split(x.squeezed())
+        if not {"g", "t"} & set(x.axes):
+            return x.renamed("k", "n")
+        place = "g" if "g" in x.axes else "t"
+        rows = (("t", "g") if a == place else (a,) for a in x.axes if a != _other(place))
+        axes = tuple(a for pair in rows for a in pair)
+        size = {"t": self.queries, "g": self.heads.group}
+        value = x.to(axes)
+        shape = [size.get(a, n) for a, n in zip(axes, value.shape, strict=True)]
+        found = Named(jnp.broadcast_to(value, shape), axes)
+        return found.joined("t", "g").renamed("k", "n")
+
+    def spec(self, spec: AttentionSpec) -> AttentionSpec:
+        packed = jax.tree.map(self.array, spec)
+        return dataclasses.replace(packed, repeat=self.heads.group)
+
+    def struct(self, output: Named) -> Named:
+        """Of a result whose rows are packed."""
+        size = sizes([output])
+        size |= {"n": size["n"] // self.heads.group, "t": self.queries * self.heads.group}
+        pairs = (("n", "t") if a == "n" else (a,) for a in output.axes if a != "t")
+        axes = tuple(a for pair in pairs for a in pair)
+        struct = jax.ShapeDtypeStruct([size[a] for a in axes], output.dtype)
+        return Named(struct, axes)
+
+    def unpacked(self, x: Named, axes: Axes) -> jax.Array:
+        """A result as it would be with heads apart."""
+        x = x.renamed("n", "k").split("t", "g", self.heads.group)
+        return self.heads.merge(x.ordered(self.heads.split_axes(axes))).to(axes)
+
+
+def _other(place: str) -> str:
+    return "t" if place == "g" else "g"
