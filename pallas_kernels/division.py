@@ -35,9 +35,10 @@ PARTS = ("y", "z")
 
 # Rows up to which a block of packed heads pays.
 _MOST_ROWS = 64
-# Programs for each multiprocessor up to which loops over heads are divided: some have
-# less to do than others, and those that are left over should be short.
-_WAVES = 4
+# Programs for each multiprocessor that loops over heads are divided to make: some have
+# less to do than others, and those that are left over should be short. With half of
+# them the parts would cost more than they bring.
+_WAVES = 6
 # Blocks of keys or queries that a part of a range has at least.
 _FEWEST_BLOCKS = 4
 
@@ -62,24 +63,13 @@ def parts(
         z = splits // y if blocks > 1 else 1
     else:
         gpu = device.multiprocessors()
-        each = max(1, elements * programs // (_WAVES * gpu))
-        y = -(-elements // min(each, elements))
-        z = _waves(programs * y, gpu * (2 if few_rows else 1), blocks // _FEWEST_BLOCKS)
+        y, z, wanted = 1, 1, _WAVES * gpu
+        if programs < wanted / 2:
+            y = -(-elements // max(1, elements * programs // wanted))
+        room = gpu * (2 if few_rows else 1)
+        if programs * y < 0.8 * room:
+            z = max(1, min(blocks // _FEWEST_BLOCKS, room // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
-
-
-def _waves(programs: int, room: int, most: int) -> int:
-    """The fewest parts that fill the room for programs about as well as any number."""
-    if programs >= 0.8 * room:
-        return 1
-
-    def filled(n: int) -> float:
-        waves = programs * n / room
-        return waves / math.ceil(waves)
-
-    counts = range(1, max(1, min(most, room // programs)) + 1)
-    best = max(map(filled, counts))
-    return next(n for n in counts if filled(n) >= 0.85 * best)
 
 
 def check(splits: int | None, keys: int) -> None:
@@ -130,7 +120,7 @@ def merged(
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Query heads of a group as rows: row t * group + g is query t, head g of the group.
+    """Query heads of a group as rows: row t * group + g is head g of query t.
 
     There is then one query head for each key/value head.
     """
@@ -155,7 +145,9 @@ class Packing:
         if not {"g", "t"} & set(x.axes):
             return x.renamed("k", "n")
         place = "g" if "g" in x.axes else "t"
-        rows = (("t", "g") if a == place else (a,) for a in x.axes if a != _other(place))
+        rows = (
+            ("t", "g") if a == place else (a,) for a in x.axes if a != _other(place)
+        )
         axes = tuple(a for pair in rows for a in pair)
         size = {"t": self.queries, "g": self.heads.group}
         value = x.to(axes)
@@ -170,7 +162,10 @@ class Packing:
     def struct(self, output: Named) -> Named:
         """Of a result whose rows are packed."""
         size = sizes([output])
-        size |= {"n": size["n"] // self.heads.group, "t": self.queries * self.heads.group}
+        size |= {
+            "n": size["n"] // self.heads.group,
+            "t": self.queries * self.heads.group,
+        }
         pairs = (("n", "t") if a == "n" else (a,) for a in output.axes if a != "t")
         axes = tuple(a for pair in pairs for a in pair)
         struct = jax.ShapeDtypeStruct([size[a] for a in axes], output.dtype)

@@ -1,7 +1,7 @@
 """The passes of a backend with kernels: their order, and what each is given.
 
-Of the backward's, `dq` runs first and also writes delta and the log-sum-exp in units of log2 for the
-others, which would otherwise compute them for every block.
+Of the backward's, `dq` runs first. It also writes delta and the log-sum-exp in units of
+log2 for the others, which would otherwise compute them for every block.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ LAYERS = (
     ("pallas_kernels/device.py",),
     ("pallas_kernels/tables.py", "pallas_kernels/tuning"),
     ("pallas_kernels/backend.py",),
+    ("pallas_kernels/division.py",),
     ("pallas_kernels/layout.py",),
     ("pallas_kernels/program.py",),
     ("pallas_kernels/passes.py",),

@@ -1,5 +1,6 @@
 """Random search over shapes and combinations of arguments, by the one error rule."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from hypothesis import given, note
 from hypothesis import strategies as st
 
+from jax_flash2 import Config
 from tests import tolerances
 from tests.cases import FEATURES, ON_GPU, SHAPES, WITH_BLOCKS, Case, pairwise
 
@@ -16,7 +18,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @st.composite
 def problems(draw):
-    """A case of random shapes and arguments, a dtype and a seed."""
+    """A case of random shapes and arguments, a dtype, a division and a seed."""
     k = draw(st.sampled_from([1, 2]))
     size = st.integers(1, 400 if ON_GPU else 45)
     t = draw(size)
@@ -40,7 +42,9 @@ def problems(draw):
             made |= FEATURES[name].random(rng, case)
         return made
 
-    return Case("random", arguments, **shapes), draw(st.sampled_from(DTYPES)), seed
+    case = Case("random", arguments, **shapes)
+    splits = draw(st.none() | st.integers(1, -(-case.s // 16)))
+    return case, draw(st.sampled_from(DTYPES)), splits, seed
 
 
 def test_random_problems():
@@ -53,7 +57,7 @@ def test_random_problems():
 
     @given(problems())
     def search(problem):
-        case, dtype, seed = problem
+        case, dtype, splits, seed = problem
         arrays, arguments = case.inputs(dtype, seed)
         cotangents = tolerances.cotangents_for(case, dtype, seed + 1)
         exact = tolerances.exact(arrays, cotangents, arguments)
@@ -61,6 +65,8 @@ def test_random_problems():
         for backend in backends:
             note(f"{backend}: {arguments}")
             options = {**arguments, **WITH_BLOCKS[backend]}
+            config = options.get("config", Config())
+            options["config"] = dataclasses.replace(config, splits=splits)
             actual = tolerances.evaluate(arrays, cotangents, options)
             unit = tolerances.unit_roundoff(dtype)
             found = tolerances.check(actual, exact, plain, unit)

@@ -87,8 +87,14 @@ class Named:
         i = self.axes.index(outer)
         if self.axes[i + 1] != inner:
             raise ValueError(f"{outer!r} and {inner!r} are no neighbours: {self.axes}")
-        shape = (*self.shape[:i], math.prod(self.shape[i : i + 2]), *self.shape[i + 2 :])
-        return Named(self.value.reshape(shape), (*self.axes[: i + 1], *self.axes[i + 2 :]))
+        shape = (
+            *self.shape[:i],
+            math.prod(self.shape[i : i + 2]),
+            *self.shape[i + 2 :],
+        )
+        return Named(
+            self.value.reshape(shape), (*self.axes[: i + 1], *self.axes[i + 2 :])
+        )
 
     def renamed(self, old: str, new: str | None) -> Named:
         return Named(self.value, tuple(new if a == old else a for a in self.axes))

@@ -162,13 +162,16 @@ def in_range(state: State, dtype) -> jax.Array:
 
     Sums must be far from the ends of the range of numbers: of p, each at most l, in
     `dtype`, and of values in float32, where those below 2**97 then have room. An
-    exponent may be off by the roundoff of m. An m of -inf stands for 0, which is far
-    from what the maximum is, and so too far for float16.
+    exponent may be off by the roundoff of m, and by its own: products in float32 want
+    it smaller. An m of -inf stands for 0, which is far from what the maximum is, and so
+    too far for float16.
     """
-    largest = float(jnp.finfo(dtype).max)
+    kind = jnp.finfo(dtype)
+    largest = float(kind.max)
     narrow = largest < 2.0**30
     m = jnp.abs(state.m if narrow else _finite(state.m))
-    limit = largest / 2 if narrow else 2.0**30
+    wide = 2.0**18 if kind.bits > 16 else 2.0**30
+    limit = largest / 2 if narrow else wide
     l = state.total
     return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
 

@@ -51,6 +51,12 @@ _SMALLER = {
 }
 
 
+# Of the forward where a block holds all queries and keys are many: (block_kv, warps,
+# stages). It waits for memory, and more warps would only pass more among them (NVIDIA
+# H200, 2026-11-23: benchmarks/lab/062-division-of-work.md).
+_FEW_QUERIES = (64, 2, 3)
+
+
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
     """The kernels that serve padded head sizes of key and value.
 
@@ -161,9 +167,13 @@ def choose(
     chosen = None if config is None else config.blocks(kernel)
     if chosen is not None:
         return chosen
+    found = _candidates(kernel, heads, itemsize, regime, gpu)
+    few = kernel == "forward" and 16 * rows[0] <= rows[1] and rows[0] <= 64
+    if few and max(heads) <= 128 and itemsize == 2:
+        found = [Blocks(64, *_FEW_QUERIES), *found]
     candidates = [
         blocks if keeps_left else dataclasses.replace(blocks, left_in_registers=0)
-        for blocks in _candidates(kernel, heads, itemsize, regime, gpu)
+        for blocks in found
     ]
     fits = (
         blocks

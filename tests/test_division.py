@@ -1,0 +1,185 @@
+"""Divided work: heads of a group as rows, parts of loops and of ranges."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_flash2 import Config, attention
+from pallas_kernels import device, division
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import Range
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
+from tests import tolerances
+from tests.cases import FEATURES, INTERPRETED, ON_GPU, Case
+from tests.tiers import deeply
+
+# On the CPU in small interpreted blocks.
+CONFIG = Config() if ON_GPU else INTERPRETED
+TIMES = 20 if ON_GPU else 1  # as many keys
+
+
+def _check(case, dtype, splits, record_property):
+    dtype = jnp.dtype(dtype)
+    arrays, arguments = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    config = dataclasses.replace(CONFIG, splits=splits)
+    options = {**arguments, "implementation": "triton", "config": config}
+    actual = tolerances.evaluate(arrays, cotangents, options)
+    found = tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
+    record_property("share of the allowed error", float(max(found.values())))
+
+
+def _with(*names):
+    def arguments(rng, case):
+        made = {}
+        for name in names:
+            made |= FEATURES[name].typical(rng, case)
+        return made
+
+    return arguments
+
+
+# Every feature meets packed heads, with one query and with several.
+PACKED = [
+    *((name,) for name in FEATURES),
+    ("causal", "lengths", "offset", "sinks", "alibi"),
+    ("window", "offset", "soft_cap", "bias", "lengths"),
+    ("mask", "segments", "sinks", "alibi"),
+]
+
+
+@pytest.mark.parametrize("splits", [None, *deeply(1), 3])
+@pytest.mark.parametrize("names", PACKED, ids="_".join)
+def test_few_queries(names, splits, record_property):
+    place = PACKED.index(names)
+    t, dtype = (1, 5)[place % 2], ("float32", "bfloat16")[place // 2 % 2]
+    sizes = {"t": t, "s": 70 * TIMES, "n": 6, "k": 2, "d": 24}
+    _check(Case("few", _with(*names), **sizes), dtype, splits, record_property)
+
+
+@pytest.mark.parametrize("splits", [2, *deeply(3, 5)])
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (("causal",), {"n": 6, "k": 1}),
+        (("causal", "sinks"), {"n": 1, "k": 1, "t": 33}),
+        (("window", "segments"), {"n": 4, "k": 2}),
+        (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
+        (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
+        (("mask", "offset"), {"n": 3, "k": 1, "t": 21}),
+    ],
+    ids=lambda x: "_".join(x) if isinstance(x, tuple) else "",
+)
+def test_forced_parts(names, sizes, splits, record_property):
+    sizes = {"s": 80 * TIMES, "t": 80 * TIMES, **sizes}
+    _check(Case("parts", _with(*names), **sizes), "float32", splits, record_property)
+
+
+@pytest.mark.parametrize("splits", [None, 2, 4])
+def test_same_bits(splits):
+    case = Case("bits", _with("causal", "bias"), t=80, s=80 * TIMES, n=6, k=1)
+    arrays, arguments = case.inputs(jnp.float32)
+    config = dataclasses.replace(CONFIG, splits=splits)
+    options = {**arguments, "implementation": "triton", "config": config}
+    cotangents = tolerances.cotangents_for(case, jnp.float32)
+    first = tolerances.evaluate(arrays, cotangents, options)
+    for _ in range(100 if ON_GPU else 1):
+        again = tolerances.evaluate(arrays, cotangents, options)
+        jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+def test_a_rows_bits_do_not_depend_on_its_batch():
+    """With the division fixed; else it may follow the number of programs."""
+    case = Case("batch", batch=(7,), t=1, s=64 * TIMES, n=4, k=2)
+    arrays, _ = case.inputs(jnp.float32)
+    config = dataclasses.replace(CONFIG, splits=3)
+
+    def run(*arrays):
+        return attention(*arrays, implementation="triton", config=config)
+
+    together = run(*arrays)
+    for i in range(7):
+        alone = run(*(x[i : i + 1] for x in arrays))
+        np.testing.assert_array_equal(together[i : i + 1], alone)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.integers(1, 9),
+)
+def test_parts_of_a_range_are_the_range(a, b, c, d, count):
+    whole = Range(*sorted((a, b, c, d)))
+    seen: list[tuple[int, bool]] = []
+    for index in range(count):
+        part = whole.part(index, count)
+        assert part.need_lo <= part.full_lo <= part.full_hi <= part.need_hi
+        full = range(part.full_lo, part.full_hi)
+        seen += [(i, i in full) for i in range(part.need_lo, part.need_hi)]
+        assert abs(part.count - whole.count / count) < 1
+    full = range(whole.full_lo, whole.full_hi)
+    assert seen == [(i, i in full) for i in range(whole.need_lo, whole.need_hi)]
+
+
+@pytest.mark.parametrize(
+    ("programs", "elements", "blocks", "few", "expected"),
+    [
+        (2048, 8, 64, False, {}),  # enough programs
+        (128, 8, 128, False, {"y": 8}),  # few key heads
+        (128, 32, 32, False, {"y": 7}),
+        (512, 16, 1, False, {}),  # a bias with enough tiles
+        (4, 4096, 1, False, {"y": 205}),  # and with few
+        (128, 1, 512, True, {"z": 2}),  # decoding
+        (8, 1, 64, True, {"z": 16}),  # as many as there are blocks for
+        (8, 1, 3, True, {}),
+        (32, 1, 800, False, {"z": 4}),  # few heads and few queries
+    ],
+)
+def test_the_choice_follows_from_counts(programs, elements, blocks, few, expected):
+    found = division.parts(programs, elements, blocks, few_rows=few, splits=None)
+    assert device.multiprocessors() != 132 or found == expected
+
+
+@given(
+    st.integers(1, 10**5), st.integers(1, 10**4), st.integers(1, 10**4), st.booleans()
+)
+def test_parts_are_bounded(programs, elements, blocks, few):
+    found = division.parts(programs, elements, blocks, few_rows=few, splits=None)
+    assert found.get("y", 1) <= elements and found.get("z", 1) <= blocks
+    count = found.get("y", 1) * found.get("z", 1)
+    assert not found or programs * count <= 12 * device.multiprocessors()
+
+
+def test_packed_rows_unpack():
+    q = np.arange(2 * 3 * 6 * 4).reshape(2, 3, 6, 4)
+    named = Named(jnp.asarray(q), ("b0", "t", "n", "h"))
+    keys = Named(jnp.zeros((2, 9, 2, 4)), ("b0", "s", "k", "h"))
+    spec = AttentionSpec(Score(1.0))
+    packing = division.Packing.of(named, keys, spec)
+    packed = packing.array(named)
+    assert packed.axes == packing.struct(named).axes == ("b0", "n", "t", "h")
+    for b, t, n in itertools.product(range(2), range(3), range(6)):
+        row = packed.value[b, n // 3, t * 3 + n % 3]
+        np.testing.assert_array_equal(row, q[b, t, n])
+    np.testing.assert_array_equal(packing.unpacked(packed, named.axes), q)
+
+
+def test_splits_that_do_not_fit():
+    x = jnp.zeros((1, 40, 1, 8))
+    with pytest.raises(ValueError, match=r"splits=4\) does not fit 40 keys.* 1 to 3"):
+        attention(x, x, x, config=Config(splits=4))
+    with pytest.raises(ValueError, match="splits must be at least 1, got 0"):
+        Config(splits=0)
+    with pytest.raises(TypeError, match=r"splits must be an int or None, got 2\.0"):
+        Config(splits=2.0)
