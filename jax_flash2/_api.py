@@ -339,7 +339,8 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         `jax.ShapeDtypeStruct`.
 
     Returns:
-      A text with one line for the decision and one line for each implementation. If the
+      A text with a line for the decision, a line for each kernel whose work is divided
+      beyond blocks, heads and batch entries, and a line for each implementation. If the
       named implementation does not support the call, the first line says why.
 
     Raises:

@@ -130,7 +130,10 @@ def explain(implementation: str | None, call: Call) -> str:
     """The decision of `choose` as text, with the reason for each backend."""
     lines = []
     try:
-        lines.append(f"implementation: {_choice(implementation, call)}")
+        chosen = _choice(implementation, call)
+        lines.append(f"implementation: {chosen}")
+        if chosen in BACKENDS:
+            lines += [f"    {line}" for line in module(chosen).division(call)]
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():

@@ -104,6 +104,13 @@ class Backend(Protocol):
         """
         ...
 
+    def division(self, call: Call, /) -> Sequence[str]:
+        """How the work of a call is divided, in words; none if it is not.
+
+        For `jax_flash2.explain`, while tracing.
+        """
+        ...
+
     def lowering_context(self) -> AbstractContextManager:
         """In which `forward` and `backward` are traced and lowered."""
         ...

@@ -82,6 +82,15 @@ def check(splits: int | None, keys: int) -> None:
         )
 
 
+def words(kernel: str, count: Mapping[str, int]) -> str:
+    """What `parts` gave for a kernel, for a reader; empty if nothing is divided."""
+    visited = "queries" if kernel in ("dkv", "dk", "dv") else "keys"
+    looped = "heads and batch entries" if kernel == "dbias" else "heads of a group"
+    names = {"y": looped, "z": visited}
+    found = [f"{names[axis]} in {n} parts" for axis, n in count.items()]
+    return f"{kernel}: {', '.join(found)}" if found else ""
+
+
 def partial(output: Named, count: Mapping[str, int]) -> Named:
     """The shape struct of the parts of a result."""
     if not count:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_flash2 import Config, attention
+from jax_flash2 import Config, attention, explain
 from pallas_kernels import device, division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import Range
@@ -183,3 +183,25 @@ def test_splits_that_do_not_fit():
         Config(splits=0)
     with pytest.raises(TypeError, match=r"splits must be an int or None, got 2\.0"):
         Config(splits=2.0)
+
+
+def _explained(t, s, n, k, **more):
+    q, kv = (jax.ShapeDtypeStruct((1, *x, 64), jnp.float32) for x in ((t, n), (s, k)))
+    config = dataclasses.replace(INTERPRETED, **more.pop("config", {}))
+    return explain(q, kv, kv, implementation="triton", config=config, **more)
+
+
+def test_explain_names_the_division():
+    text = _explained(1, 4096, 8, 2, config={"splits": 4})
+    assert (
+        "    forward: 4 heads of a group as rows\n    forward: keys in 4 parts" in text
+    )
+    assert "    dkv: heads of a group in 4 parts" in text
+    text = _explained(64, 64, 8, 1)
+    assert "    dkv: heads of a group in 8 parts" in text
+    text = _explained(64, 64, 2, 2, config={"splits": 1})
+    assert "parts" not in text
+    q = jax.ShapeDtypeStruct((9, 16, 1, 8), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 1, 16, 16), jnp.float32)
+    text = explain(q, q, q, bias, implementation="triton", config=INTERPRETED)
+    assert "    dbias: heads and batch entries in 9 parts" in text

@@ -29,6 +29,7 @@ def _parts(case, borders, **options):
         result = attention(
             *(q, k[:, lo:hi], v[:, lo:hi]),
             implementation="xla",
+            precision="highest",
             return_residual=True,
             **arguments,
             **more,

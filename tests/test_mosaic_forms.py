@@ -38,7 +38,7 @@ MOSAIC = Arithmetic(along=_along, numbers=_numbers)
 def _load(ref, rows, axis):
     """A vector of the rows of a block, or of its columns, as products deal them."""
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    index = ((),) if jax.__version_info__ < (0, 12) else ()
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref.at[pl.ds(0, rows)], *index, layout=layout, optimized=False)
 
 

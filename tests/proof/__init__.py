@@ -17,6 +17,10 @@ from pallas_kernels.core.spec import sink_gradient
 lowering_context = contextlib.nullcontext
 
 
+def division(call, /):
+    return ()
+
+
 def unsupported(call, /):
     return "head sizes above 256" if max(call.head_sizes) > 256 else None
 
