@@ -391,6 +391,10 @@ class DenseMask(Traits):
         del q, kv, q_pos
         return self.mask
 
+    def kept_keys(self) -> Named:
+        """Which keys some query and head keep; the others must meet no product."""
+        return _reduced(self.mask.squeezed(), jnp.any, ("n", "t"))
+
     def block_relation(self, block_q: int, block_kv: int) -> Relation:
         blocks = {"t": block_q, "s": block_kv}
         mask = self.mask.squeezed()
