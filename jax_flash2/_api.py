@@ -121,7 +121,10 @@ def attention(
         -1e5, and all digits from about -1e7, because the backward pass recomputes
         probabilities from the float32 log-sum-exp.
       mask: bool, True where a query may attend to a key. Broadcasts to [*B, N, T, S]
-        ([T, S] for a single head).
+        ([T, S] for a single head). If all queries and heads of a batch entry drop a
+        key, its contents and those of its value (even NaN and inf) never reach a
+        result. If only some do, finite contents never change their results, but NaN,
+        inf and products that overflow can leak, because 0 * NaN is NaN.
       scale: multiplies query . key. Default: 1 / sqrt(H). A Python number is compiled
         into the program. A scalar `jax.Array` is data, may be traced, and has a
         gradient (a learnt temperature).

@@ -285,6 +285,8 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     """Output and log-sum-exp, with the dtypes and axes of `outputs`."""
     blocks = None if config is None else config.forward
     plan = _Plan.of([q, k, v, *jax.tree.leaves(spec)], blocks, precision)
+    # Not the keys: scores of those that are dropped are replaced, whatever they are.
+    v = spec.without_dropped(v)
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
@@ -335,6 +337,7 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
     q_last, do_last = (plan.rows(x, spec, rows_last=is_one) for x in (q, do))
     # In the caller's order of axes: o has no other use.
     delta = plan.rows(_delta(o, lse, do, dlse), spec)
+    k, v = map(spec.without_dropped, (k, v))
     q, k, v, do, dlse = (plan.rows(x, spec) for x in (q, k, v, do, dlse))
     lse = plan.rows(lse, spec, flash2.PADDING_LSE)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)

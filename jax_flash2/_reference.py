@@ -45,6 +45,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
     q, k, v = (heads.split(x).squeezed() for x in (q, k, v))
     sink = None if spec.sink is None else heads.split(spec.sink).to(rows)
+    k, v = map(spec.without_dropped, (k, v))
     spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
     ends = {"t": (0, size["t"]), "s": (0, size["s"])}
     pairs = Pairs(spec, ends, precision=precision)

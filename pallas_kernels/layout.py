@@ -48,15 +48,27 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A block of an axis: `size` elements from `start`; None from `limit` on exist."""
+    """A block of an axis: `size` elements from `start`.
+
+    None from `limit` on exist, and none of which `kept` is False, if it is given.
+    """
 
     start: Any
     size: int
     limit: Any = None
+    kept: Any = None
 
     @property
     def numbers(self) -> jax.Array:
         return self.start + jax.lax.iota(jnp.int32, self.size)
+
+    @property
+    def exists(self) -> jax.Array | None:
+        """Which elements do, or None for all."""
+        if self.limit is None:
+            return self.kept
+        below = self.numbers < self.limit
+        return below if self.kept is None else below & self.kept
 
     @classmethod
     def whole(cls, size: int) -> Rows:
@@ -96,9 +108,8 @@ class View(abc.ABC):
         kept = [name for name in self.axes if isinstance(where[name], Rows)]
         mask = None
         for name in kept:
-            rows = where[name]
-            if rows.limit is not None:
-                exists = rows.numbers < rows.limit
+            exists = where[name].exists
+            if exists is not None:
                 others = [i for i, other in enumerate(kept) if other != name]
                 exists = jnp.expand_dims(exists, others)
                 mask = exists if mask is None else mask & exists

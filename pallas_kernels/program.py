@@ -6,6 +6,7 @@ blocks that its range names (`core.mask.Range.fold`).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,8 +51,7 @@ def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Whe
     j = ids.pop("s")
     where: Where = {"j": j, **ids}
     spec = load_tree(spec, ("s", "t"), where)
-    start = j * layout.rows["s"]
-    where["s"] = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
+    where["s"] = _keys_at(spec, where, layout, j * layout.rows["s"])
     return spec, where | _heads(layout)
 
 
@@ -113,7 +113,7 @@ def element(
             blocks = blocks & everything(where["j"], where["j"] + 1)
         return spec, where, "s", layout.own_blocks(where, blocks)
     start = where["j"] * layout.rows["s"]
-    where["s"] = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
+    where["s"] = _keys_at(spec, where, layout, start)
     spec = load_tree(spec, ("t", "s"), where)
     end = _end(layout, "s", start)
     blocks = spec.q_blocks(start, end, layout.size["t"], layout.rows["t"])
@@ -125,15 +125,24 @@ def visit_at(
 ) -> Where:
     """Where block number `block` of axis `name` lies.
 
-    Only a masked block may hold padding; it is loaded as zero, so that whatever lies
-    there (NaN, inf) meets no product.
+    Only a masked block may hold padding or keys that no query keeps; they are loaded as
+    zero, so that whatever lies there (NaN, inf) meets no product.
     """
     size = layout.size[name]
     start = block * layout.rows[name]
     if not masked:
         return {**where, name: Rows(start, layout.rows[name])}
-    limit = spec.kv_limit(size) if name == "s" else spec.q_limit(size)
-    return {**where, name: layout.rows_at(name, start, limit)}
+    if name == "s":
+        return {**where, name: _keys_at(spec, where, layout, start)}
+    return {**where, name: layout.rows_at(name, start, spec.q_limit(size))}
+
+
+def _keys_at(spec: AttentionSpec, where: Where, layout: Layout, start) -> Rows:
+    """The block of keys that starts at `start`, with which of them some query keeps."""
+    rows = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
+    if spec.keys is None:
+        return rows
+    return dataclasses.replace(rows, kept=spec.keys.load(("s",), {**where, "s": rows}))
 
 
 def pairs(
@@ -146,7 +155,7 @@ def pairs(
     """The block of pairs at `where`, with the fields that it needs loaded."""
     if not masked:
         spec = spec.only_positions()
-    spec = load_tree(spec, order, where)
+    spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
     return Pairs(spec, rows, order, masked, launch.precision, launch.arithmetic)
 

@@ -182,17 +182,23 @@ _TRITON = [
         ),
         (
             "padding of visited blocks is loaded",
-            "return {**where, name: layout.rows_at(name, start, limit)}",
-            "return {**where, name: layout.rows_at(name, start)}",
+            "layout.rows_at(name, start, spec.q_limit(size))",
+            "layout.rows_at(name, start)",
             "tests/test_attention.py -k 'padding_never and triton and nan'",
         ),
     ),
     *of(
         "pallas_kernels/layout.py",
         (
+            "dropped keys are loaded",
+            "below & self.kept",
+            "below",
+            "tests/test_attention.py -k 'masked_keys and keys-triton'",
+        ),
+        (
             "padding is loaded one row too far",
-            "exists = rows.numbers < rows.limit",
-            "exists = rows.numbers <= rows.limit",
+            "below = self.numbers < self.limit",
+            "below = self.numbers <= self.limit",
             ADDRESSES,
         ),
         (

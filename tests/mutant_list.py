@@ -60,6 +60,12 @@ MUTANTS = [
             COUNTS,
         ),
         (
+            "a key that some query drops is dropped by all",
+            'jnp.any, ("n", "t")',
+            'jnp.all, ("n", "t")',
+            rule("mask_full"),
+        ),
+        (
             "segments skipped on one side only",
             "some = (q_min <= kv_max) & (kv_min <= q_max)",
             "some = q_min <= kv_max",
@@ -271,6 +277,12 @@ MUTANTS = [
     ),
     *of(
         "pallas_kernels/core/spec.py",
+        (
+            "dropped keys meet products",
+            "jnp.where(keys.to(axes), x.to(axes), zero)",
+            "jnp.where(True, x.to(axes), zero)",
+            "tests/test_attention.py -k 'masked_keys and keys-xla'",
+        ),
         (
             "a window that looks ahead keeps the past only",
             "w.right <= 0 for",

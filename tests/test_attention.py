@@ -277,6 +277,54 @@ def test_padding_never_comes_through(backend, poison):
             assert np.all(np.isfinite(a)), name
 
 
+DROPPING = {
+    "keys": (("b", "s"), {"bias": ("s",)}),
+    "rows": (("b", "t", "s"), {"bias": ("n", "t", "s"), "is_causal": True}),
+    "heads": (("b", "n", "t", "s"), {"logits_soft_cap": 3.0}),
+    "entries": (("b",), {}),
+}
+
+
+@pytest.mark.parametrize("backend", [*WITH_BLOCKS, "reference"])
+@pytest.mark.parametrize("name", DROPPING)
+def test_masked_keys_never_come_through(backend, name):
+    """Those that a mask drops for all queries of a batch entry, whatever they hold."""
+    options = WITH_BLOCKS.get(backend, {"implementation": "reference"})
+    check_masked_keys(name, options)
+
+
+def check_masked_keys(name, options):
+    axes, arguments = DROPPING[name]
+    # Few keys are one block; of more, a batch entry drops a block, another two keys.
+    size = {"b": 3, "n": 4, "t": 20, "s": 5 if name == "heads" else 40}
+    rng = np.random.default_rng(0)
+
+    def shape(axes):
+        return tuple(size[a] if a in axes else 1 for a in size)
+
+    dropped = np.zeros((3, size["s"]), bool)
+    dropped[0] = True
+    if "s" in axes:
+        dropped[1, [0, 3]] = dropped[2, size["s"] // 2 :] = True
+    mask = ~dropped[:, None, None, :1] if "s" not in axes else ~dropped[:, None, None]
+    if "t" in axes:
+        mask = mask & (rng.random(shape(axes)) < 0.8)
+    case = Case("", batch=(3,), n=4, k=2, t=size["t"], s=size["s"])
+    (q, k, v), _ = case.inputs(jnp.float32)
+    cotangents = cotangents_for(case, jnp.float32)
+    arguments = {**arguments, **options, "mask": mask}
+    if "bias" in arguments:
+        bias = rng.standard_normal(shape(arguments["bias"]))
+        arguments["bias"] = bias.astype(np.float32)
+    clean = tolerances.evaluate((q, k, v), cotangents, arguments)
+    for poison in (np.nan, np.inf, np.finfo(np.float32).max):
+        dirty = (jnp.where(dropped[..., None, None], poison, x) for x in (k, v))
+        found = tolerances.evaluate((q, *dirty), cotangents, arguments)
+        for result, a in clean.items():
+            np.testing.assert_array_equal(a, found[result], f"{result}, {poison}")
+            assert result == "lse" or np.all(np.isfinite(a)), result
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
 def test_segments_do_not_touch_each_other(backend, change):

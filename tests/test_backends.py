@@ -12,6 +12,7 @@ from jax_flash2._backends import BACKENDS, Entry
 from pallas_kernels.backend import Backend, Call
 from tests import cases, tolerances
 from tests.cases import CASES, Case, by_name
+from tests.test_attention import DROPPING, check_masked_keys
 
 
 @pytest.fixture
@@ -50,6 +51,11 @@ def test_a_new_backend_under_vmap(proof):
 
     expected = gradient({"implementation": "xla"})
     np.testing.assert_allclose(gradient(proof), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_masked_keys_never_come_through_a_new_backend(name, proof):
+    check_masked_keys(name, proof)
 
 
 def test_explain_names_a_new_backend(proof):

@@ -151,6 +151,26 @@ def test_vmap_over_other_arguments(backend):
         assert_same(together[i], one)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_over_masks_that_drop_keys(backend):
+    """Keys that all elements share: each drops its own, and one is dropped by all."""
+    q, k, v = operands((2, 20, 2, 16))
+    mask = np.random.default_rng(0).random((20, 3)) < 0.6  # mapped over its last axis
+    mask[3] = False
+
+    def gradients(k, v, mask):
+        def loss(*arrays):
+            out = attention(*arrays, mask=mask, **BACKENDS[backend])
+            return jnp.sum(out**2)
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    dirty = (x.at[:, 3].set(jnp.nan) for x in (k, v))
+    found = jax.jit(jax.vmap(gradients, (None, None, 1)))(*dirty, mask)
+    alone = [gradients(k, v, mask[:, i]) for i in range(3)]
+    assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *alone))
+
+
 @pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize("mapped", ["query", "operands", "both"])
 def test_vmap_over_learnt_operands(backend, mapped):

@@ -140,9 +140,9 @@ class Range(NamedTuple):
         return index < edges, edge + full * (self.full_lo + index - edges - edge)
 
     def part(self, index, count: int) -> Range:
-        """Part number `index` of `count` parts, as equal as whole blocks can be."""
-        first, last = (divide(self.count * i, count) for i in (index, index + 1))
-        return self & everything(self.need_lo + first, self.need_lo + last)
+        """Part `index` of `count`, as equal as whole blocks can be."""
+        cuts = (self.need_lo + divide(self.count * i, count) for i in (index, index + 1))
+        return self & everything(*cuts)
 
     @property
     def any_full(self):
@@ -395,6 +395,10 @@ class DenseMask(Traits):
     def keep(self, q, kv, q_pos):
         del q, kv, q_pos
         return self.mask
+
+    def kept_keys(self) -> Named:
+        """Which keys some query and head keep; the others must meet no product."""
+        return _reduced(self.mask.squeezed(), jnp.any, ("n", "t"))
 
     def block_relation(self, block_q: int, block_kv: int) -> Relation:
         blocks = {"t": block_q, "s": block_kv}

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core import mask as mask_lib
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.mask import Atom, DataDependent, Lengths, Range, Window
+from pallas_kernels.core.mask import (
+    Atom,
+    DataDependent,
+    DenseMask,
+    Lengths,
+    Range,
+    Window,
+)
 from pallas_kernels.core.score import Score
 
 
@@ -37,6 +46,7 @@ class AttentionSpec:
         a group, as rows (`division.pack`). Static.
       table: for each query block, the `Range` of key blocks that the data-dependent
         atoms allow, or the same for key blocks (`with_table`); None without any.
+      keys: which keys some query keeps, for kernels (`with_keys`); None for all.
     """
 
     score: Score
@@ -46,6 +56,7 @@ class AttentionSpec:
     dropout: Dropout | None = None
     table: Range | None = None
     repeat: int = dataclasses.field(default=1, metadata={"static": True})
+    keys: Any = None
 
     @property
     def start(self):
@@ -189,6 +200,36 @@ class AttentionSpec:
         blocks = -(-kv_size // block_kv) if looped == "s" else -(-q_size // block_q)
         table = mask_lib.block_table(relations, looped, blocks)
         return dataclasses.replace(self, table=table)
+
+    def _kept_keys(self) -> Named | None:
+        kept = [a.kept_keys() for a in self.masks if isinstance(a, DenseMask)]
+        if not kept:
+            return None
+        axes = tuple(dict.fromkeys(a for x in kept for a in x.axes))
+        return Named(functools.reduce(operator.and_, (x.to(axes) for x in kept)), axes)
+
+    def with_keys(self) -> AttentionSpec:
+        """Adds the keys that some query keeps (fields hold `Named`), for kernels.
+
+        Where all keys are alike, no block of those that are dropped is visited.
+        """
+        keys = self._kept_keys()
+        if keys is None or "s" not in keys.axes:
+            return self
+        return dataclasses.replace(self, keys=keys)
+
+    def without_dropped(self, x: Named) -> Named:
+        """Rows of keys or values, with 0 in those of keys that no query keeps.
+
+        For backends that load whole arrays: no NaN there may meet a product.
+        """
+        keys = self._kept_keys()
+        if keys is None:
+            return x
+        x = x.squeezed()
+        axes = (*(a for a in keys.axes if a not in x.axes), *x.axes)
+        zero = jnp.zeros((), x.dtype)
+        return Named(jnp.where(keys.to(axes), x.to(axes), zero), axes)
 
 
 def sink_gradient(sink: Named, lse: Named, delta: Named) -> Named:

@@ -37,6 +37,7 @@ class _Whole:
         ends = {name: (0, size[name]) for name in ("t", "s")}
         fields = jax.tree.map(lambda x: self.heads.split(x).to(self.axes("ts")), spec)
         self.spec, self.pairs = fields, Pairs(fields, ends, precision=precision)
+        k, v = map(spec.without_dropped, (k, v))
         self.q, self.k, self.v = self.all(q, "th"), self.all(k, "sh"), self.all(v, "sd")
         self.scores = self.pairs.scores_of(self.dot(self.q, self.k.mT), q.dtype)
 
