@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 COUNTS = "tests/test_counts.py"
+FEW = "tests/test_division.py"
 SUMS = "tests/test_sums.py -k triton"
 ASSEMBLY = "tests/test_lowered_text.py -k assembly"
 ADDRESSES = "tests/test_lowered_text.py -k 'addresses or written_once'"
@@ -188,7 +189,40 @@ _TRITON = [
         ),
     ),
     *of(
+        "pallas_kernels/division.py",
+        (
+            "a sink in no part",
+            'flash2.merge(o.value, lse.to(("z", *rows)), sink)',
+            'flash2.merge(o.value, lse.to(("z", *rows)))',
+            FEW + " -k 'sinks and 3'",
+        ),
+        (
+            "packed rows all stand at the first positions",
+            "dataclasses.replace(packed, repeat=self.heads.group)",
+            "packed",
+            FEW + " -k 'few_queries and causal'",
+        ),
+        (
+            "parts of a gradient in two bytes",
+            "(*count.values(), *output.shape), jnp.float32)",
+            "(*count.values(), *output.shape), output.dtype)",
+            FEW + " -k parts_are_float32",
+        ),
+    ),
+    *of(
         "pallas_kernels/layout.py",
+        (
+            "every part visits all blocks",
+            'blocks.part(where["z"], self.parts["z"])',
+            "blocks",
+            FEW + " -k forced_parts",
+        ),
+        (
+            "every part visits all heads",
+            "(divide(self.elements * i, count) for i in (index, index + 1))",
+            "(divide(self.elements * i, count) for i in (0 * index, count))",
+            FEW + " -k forced_parts",
+        ),
         (
             "dropped keys are loaded",
             "below & self.kept",

@@ -255,8 +255,8 @@ MUTANTS = [
         ),
         (
             "ALiBi without offset under causal masks",
-            "Place(between + query,",
-            "Place(between - self.spec.start * self.spec.keeps_past_only + query,",
+            "Place(between + query.",
+            "Place(between - self.spec.start * past_only + query.",
             rule(
                 "pairwise_0",
                 "pairwise_1",
@@ -297,7 +297,7 @@ MUTANTS = [
         ),
         (
             "padding is loaded",
-            "functools.reduce(mask_lib.minimum, lengths, size)",
+            "functools.reduce(mask_lib.minimum, limits, size)",
             "size",
             "tests/test_attention.py -k 'padding_never and triton and nan'",
         ),

@@ -175,6 +175,18 @@ def test_packed_rows_unpack():
     np.testing.assert_array_equal(packing.unpacked(packed, named.axes), q)
 
 
+def test_parts_are_float32():
+    """Whatever the result is."""
+    output = Named(jax.ShapeDtypeStruct((2, 8), jnp.bfloat16), ("t", "d"))
+    assert division.partial(output, {}) is output
+    part = division.partial(output, {"y": 3, "z": 5})
+    assert (part.shape, part.dtype, part.axes[:2]) == (
+        (3, 5, 2, 8),
+        jnp.float32,
+        ("y", "z"),
+    )
+
+
 def test_splits_that_do_not_fit():
     x = jnp.zeros((1, 40, 1, 8))
     with pytest.raises(ValueError, match=r"splits=4\) does not fit 40 keys.* 1 to 3"):

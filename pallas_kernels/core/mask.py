@@ -17,8 +17,7 @@ Loops evaluate `keep` only on the two sides of `full`:
     need_lo      full_lo                 full_hi     need_hi
        |  masked    |   no mask evaluated   |  masked   |
 
-Fields hold scalars, blocks or whole arrays, depending on where the tree lives
-(`spec.AttentionSpec`): the code is the same.
+Fields hold scalars, blocks or whole arrays (`spec.AttentionSpec`), for the same code.
 """
 
 from __future__ import annotations
@@ -141,7 +140,9 @@ class Range(NamedTuple):
 
     def part(self, index, count: int) -> Range:
         """Part `index` of `count`, as equal as whole blocks can be."""
-        cuts = (self.need_lo + divide(self.count * i, count) for i in (index, index + 1))
+        cuts = (
+            self.need_lo + divide(self.count * i, count) for i in (index, index + 1)
+        )
         return self & everything(*cuts)
 
     @property
