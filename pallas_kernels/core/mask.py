@@ -140,10 +140,8 @@ class Range(NamedTuple):
 
     def part(self, index, count: int) -> Range:
         """Part `index` of `count`, as equal as whole blocks can be."""
-        cuts = (
-            self.need_lo + divide(self.count * i, count) for i in (index, index + 1)
-        )
-        return self & everything(*cuts)
+        first, last = (divide(self.count * i, count) for i in (index, index + 1))
+        return self & everything(self.need_lo + first, self.need_lo + last)
 
     @property
     def any_full(self):
