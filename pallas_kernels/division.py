@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,12 +120,12 @@ def merged(
     if "z" not in o.axes:
         return o.value, lse.value
     rows = tuple(a for a in o.axes if a not in ("z", "d"))
-    o = o.ordered(("z", *rows, "d"))
-    sink = None if sink is None else sink.to(rows)
-    merged_o, merged_lse = flash2.merge(o.value, lse.to(("z", *rows)), sink)
-    whole = Named(merged_o, (*rows, "d")), Named(merged_lse, rows)
-    pairs = zip(whole, outputs, strict=True)
-    return tuple(x.to(out.axes).astype(out.dtype) for x, out in pairs)
+    joint = None if sink is None else sink.to(rows)
+    parts = o.to(("z", *rows, "d")), lse.to(("z", *rows))
+    whole, total = flash2.merge(*parts, joint)
+    of_o, of_lse = outputs
+    o, lse = Named(whole, (*rows, "d")), Named(total, rows)
+    return o.to(of_o.axes).astype(of_o.dtype), lse.to(of_lse.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Packing:
             ("t", "g") if a == place else (a,) for a in x.axes if a != _other(place)
         )
         axes = tuple(a for pair in rows for a in pair)
-        size = {"t": self.queries, "g": self.heads.group}
+        size: dict[Any, int] = {"t": self.queries, "g": self.heads.group}
         value = x.to(axes)
         shape = [size.get(a, n) for a, n in zip(axes, value.shape, strict=True)]
         found = Named(jnp.broadcast_to(value, shape), axes)
@@ -170,7 +171,7 @@ class Packing:
 
     def struct(self, output: Named) -> Named:
         """Of a result whose rows are packed."""
-        size = sizes([output])
+        size: dict[Any, int] = dict(sizes([output]))
         size |= {
             "n": size["n"] // self.heads.group,
             "t": self.queries * self.heads.group,

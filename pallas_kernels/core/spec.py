@@ -114,7 +114,7 @@ class AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""
         return dataclasses.replace(self, masks=self._windows)
 
-    def query_numbers(self, rows):
+    def query_numbers(self, rows: Any) -> Any:
         """Which queries these rows are; the one for the other but for `repeat`."""
         return rows if self.repeat == 1 else mask_lib.divide(rows, self.repeat)
 
