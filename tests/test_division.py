@@ -18,7 +18,7 @@ from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests import tolerances
 from tests.cases import FEATURES, INTERPRETED, ON_GPU, Case
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 # On the CPU in small interpreted blocks.
 CONFIG = Config() if ON_GPU else INTERPRETED
@@ -57,8 +57,16 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("splits", [None, *deeply(1), 3])
-@pytest.mark.parametrize("names", PACKED, ids="_".join)
+def _packed():
+    """Every feature alone in the division chosen here, several in a forced one too."""
+    for names in PACKED:
+        for splits in (None, 1, 3):
+            first = splits == (3 if len(names) > 1 else None)
+            name = f"{'_'.join(names)}-{splits}"
+            yield pytest.param(names, splits, id=name, marks=[] if first else deep)
+
+
+@pytest.mark.parametrize(("names", "splits"), list(_packed()))
 def test_few_queries(names, splits, record_property):
     place = PACKED.index(names)
     t, dtype = (1, 5)[place % 2], ("float32", "bfloat16")[place // 2 % 2]
@@ -84,7 +92,7 @@ def test_forced_parts(names, sizes, splits, record_property):
     _check(Case("parts", _with(*names), **sizes), "float32", splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [None, 2, 4])
+@pytest.mark.parametrize("splits", [2, *deeply(None, 4)])
 def test_same_bits(splits):
     case = Case("bits", _with("causal", "bias"), t=80, s=80 * TIMES, n=6, k=1)
     arrays, arguments = case.inputs(jnp.float32)
