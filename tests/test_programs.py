@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -329,7 +330,13 @@ def test_settings_that_watch_tracing(target, setting):
     """The user's rules are for the user's code: attention lowers to the same module."""
     with SETTINGS[setting]():
         text = lowered(RICH_EMPTY, target)
-    assert text == plainly_lowered(RICH_EMPTY, target)
+    # Helpers that JAX lowers twice are numbered as its caches have them.
+    plain = plainly_lowered(RICH_EMPTY, target)
+    assert _unnumbered(text) == _unnumbered(plain)
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"(@\w+?)_\d+\b", r"\1", text)
 
 
 @pytest.mark.parametrize(
