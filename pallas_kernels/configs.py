@@ -93,8 +93,8 @@ class Config:
         1 (not at all) to S / 16 for S keys. Parts run side by side, and the kernels
         put them together: keys of few queries, query heads that share a key/value head,
         heads and batch entries that share a bias. None lets the library choose from the
-        sizes of a call and the GPU; a number makes the bits of a row independent of how
-        many rows are in the batch.
+        sizes of a call and the GPU. With a number, and with blocks given too, the bits
+        of an output row do not depend on how many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
 
     Raises:

@@ -5,16 +5,16 @@ are fewer than the GPU runs at once, its multiprocessors stand idle. What then h
 follows from counts and from the number of multiprocessors, here for every kernel of
 every backend:
 
-- `pack`: with few queries, the query heads of a group become rows of one block, so that
-  keys and values are read once for the group.
+- `Packing`: with few queries, the query heads of a group become rows of one block, so
+  that keys and values are read once for the group.
 - `y`: what a program would loop over besides blocks (the query heads of a group, or the
   heads and batch entries that an operand is broadcast over) is divided over programs.
 - `z`: so is the range of blocks that it would visit.
 
 The parts of a result are float32. They are put together in one order, so that the same
 inputs give the same bits: outputs by their log-sum-exps (`flash2.merge`), gradients by
-sums. There are never more than a few tiles of parts for each multiprocessor, so their
-memory does not grow with the call.
+sums. Where the division is chosen here there are at most twelve tiles of parts for each
+multiprocessor, so that their memory does not grow with the call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from pallas_kernels.core.spec import AttentionSpec
 
 PARTS = ("y", "z")
 
-# Rows up to which a block of packed heads pays.
-_MOST_ROWS = 64
+# Rows of queries, heads of a group among them, up to which one block holds them all and
+# waits for keys and values.
+FEW_ROWS = 64
+# The next two were measured on an H200 (benchmarks/lab/062-division-of-work.md).
 # Programs for each multiprocessor that loops over heads are divided to make: some have
 # less to do than others, and those that are left over should be short. With half of
 # them the parts would cost more than they bring.
@@ -145,7 +147,7 @@ class Packing:
         heads = Heads.of(size)
         rows = size["t"] * heads.group
         # Bits of dropout are made for sixteen rows that lie together.
-        if heads.group == 1 or rows > _MOST_ROWS or spec.dropout is not None:
+        if heads.group == 1 or rows > FEW_ROWS or spec.dropout is not None:
             return None
         return cls(heads, size["t"])
 

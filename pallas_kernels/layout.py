@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,17 @@ def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
     return jax.tree.map(load, tree)
 
 
+# The axis whose blocks a kernel's programs own, and the head axis of its grid; those of
+# "dbias" own what its result has.
+_OWN = {
+    "forward": (("t",), "n"),
+    "dq": (("t",), "n"),
+    "dkv": (("s",), "k"),
+    "dk": (("s",), "k"),
+    "dv": (("s",), "k"),
+}
+
+
 class Layout(abc.ABC):
     """How the programs of a kernel divide a call.
 
@@ -197,6 +208,21 @@ class Layout(abc.ABC):
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
 
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        operands,
+        launch: Launch,
+        *,
+        own: tuple[str, ...] = (),
+        looped: tuple[str, ...] = (),
+    ) -> Self:
+        """The layout of one of `configs.KERNELS`; `own` and `looped` of "dbias"."""
+        parallel, heads = _OWN.get(kernel, (own, "n"))
+        options = {"blocks": launch.blocks, "splits": launch.splits}
+        return cls(operands, parallel=parallel, heads=heads, looped=looped, **options)
+
     def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
@@ -204,7 +230,8 @@ class Layout(abc.ABC):
             math.prod(self.num_blocks.values()) * math.prod(others),
             self.elements,
             math.prod(visited),
-            few_rows=self._visited == ("s",) and self.size["t"] <= self.rows["t"] <= 64,
+            few_rows=self._visited == ("s",)
+            and self.size["t"] <= self.rows["t"] <= division.FEW_ROWS,
             splits=splits,
         )
 

@@ -93,11 +93,16 @@ def _row_struct(operands, lse: Named) -> Named:
     return Named(jax.ShapeDtypeStruct(shape, lse.dtype), axes)
 
 
+def axes_of_elements(operands) -> tuple[str, ...]:
+    """The axes of batch and heads that a call's operands have."""
+    heads = ("n",) if "n" in sizes(operands) else ()
+    return (*batch_axes(operands), *heads)
+
+
 def _score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
     """The gradient `out` of a field of the score."""
     operands = [q, k, v, *jax.tree.leaves(spec), *saved]
-    size = sizes(operands)
-    batch = (*batch_axes(operands), *(["n"] if "n" in size else []))
+    size, batch = sizes(operands), axes_of_elements(operands)
     rows, summed = operand_sum(out, batch)
     if len(rows) == 2:
         axes = tuple(a for a in out.axes if a is not None)

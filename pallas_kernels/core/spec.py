@@ -43,7 +43,7 @@ class AttentionSpec:
       sink: a logit for each head that joins the softmax, or None.
       dropout: of the probabilities, or None.
       repeat: how many query rows stand at one position, one after the other: heads of
-        a group, as rows (`division.pack`). Static.
+        a group, as rows (`division.Packing`), of the forward only. Static.
       table: for each query block, the `Range` of key blocks that the data-dependent
         atoms allow, or the same for key blocks (`with_table`); None without any.
       keys: which keys some query keeps, for kernels (`with_keys`); None for all.

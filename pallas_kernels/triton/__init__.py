@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import configs, device, passes, tables
 from pallas_kernels.backend import Call
-from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes
+from pallas_kernels.core.axes import Named, operand_sum, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.division import Packing, words
 from pallas_kernels.triton import memory, support, tuning
@@ -82,33 +82,25 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
 
 def division(call: Call, /) -> tuple[str, ...]:
     """How the work of each kernel is divided, in words, where it is."""
-    q, k, v, spec = call.query, call.key, call.value, call.spec
-    options = call.config, call.precision
-    packing = Packing.of(q, k, spec)
+    whole = call.query, call.key, call.value, call.spec
+    packing = Packing.of(call.query, call.key, call.spec)
+    bias = call.spec.score.bias
     found = []
-    for kernel in tuning.kernels(_padded_heads([q, v])):
-        own, heads, looped = ("t",), "n", ()
-        operands = q, k, v, spec
+    for kernel in tuning.kernels(_padded_heads([call.query, call.value])):
+        options = {}
+        *arrays, spec = whole
         if kernel == "forward" and packing is not None:
             found.append(f"forward: {packing.heads.group} heads of a group as rows")
-            operands = (*map(packing.array, (q, k, v)), packing.spec(spec))
-        elif kernel in ("dkv", "dk", "dv"):
-            own, heads = ("s",), "k"
-        elif kernel == "dbias":
-            if spec.score.bias is None or not {"t", "s"} <= set(spec.score.bias.axes):
-                continue
-            named = [*call.operands]
-            batch = (*batch_axes(named), *(["n"] if "n" in call.size else []))
-            own, looped = operand_sum(spec.score.bias, batch)
-        q_, k_, v_, spec_ = operands
-        launch = _launch(kernel, *options, [q_, k_, v_], spec_)
-        arguments = {"parallel": own, "heads": heads, "looped": looped}
-        layout = memory.Layout(
-            [q_, k_, v_, *jax.tree.leaves(spec_)],
-            blocks=launch.blocks,
-            splits=launch.splits,
-            **arguments,
-        )
+            arrays, spec = [packing.array(x) for x in arrays], packing.spec(spec)
+        if kernel == "dbias":
+            if bias is None or not {"t", "s"} <= set(bias.axes):
+                continue  # made for every head and batch entry
+            elements = passes.axes_of_elements(call.operands)
+            own, looped = operand_sum(bias, elements)
+            options = {"own": own, "looped": looped}
+        launch = _launch(kernel, call.config, call.precision, arrays, spec)
+        operands = [*arrays, *jax.tree.leaves(spec)]
+        layout = memory.Layout.of(kernel, operands, launch, **options)
         found.append(words(kernel, layout.parts))
     return tuple(filter(None, found))
 

@@ -2,11 +2,10 @@
 
 `dkv`: one program per block of key rows, grid (key blocks, key/value heads, batch
 axes). It holds k and v, loops over the query heads of its group and over the blocks of
-queries that look at its keys, and sums dk and dv in registers: with grouped queries
-nothing is summed outside. Scores are computed transposed, [keys, queries], so that p^T
-and ds^T are the left operands of their products, which may come from registers. Where
-two sums do not fit the registers (large heads), it runs once for each: five products
-instead of four.
+queries that look at its keys, and sums dk and dv in registers. Scores are computed
+transposed, [keys, queries], so that p^T and ds^T are the left operands of their
+products, which may come from registers. Where two sums do not fit the registers (large
+heads), it runs once for each: five products instead of four.
 Shared memory: k, v [block_kv, ...], if not kept in registers, and num_stages times q,
 do [block_q, ...].
 
@@ -16,6 +15,9 @@ v [block_kv, ...].
 
 `dbias`: one program per tile of a bias's gradient, summed over whatever the bias was
 broadcast over; XLA drops it from a program that does not use that gradient.
+
+Where programs would be too few, several share the work of one (`division`): its heads,
+batch entries or blocks. Their sums are float32 and are added outside, in one order.
 
 Two kernels instead of one with atomic additions to dq: seven products instead of five,
 but the sums have one order, so that the same inputs give the same bits.
@@ -56,13 +58,8 @@ def dkv(
         (`t d`).
       outputs: shape structs by name, "dk" and "dv" or one of them.
     """
-    layout = memory.Layout(
-        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs.values()],
-        parallel=("s",),
-        heads="k",
-        blocks=launch.blocks,
-        splits=launch.splits,
-    )
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs.values()]
+    layout = memory.Layout.of("dkv", operands, launch)
 
     def kernel(q, k, v, spec, saved, views):
         lse_log2, delta, do = saved
@@ -139,13 +136,8 @@ def dq(
       saved: o and do (axes `t d` among others), lse and dlse (`t`): (o, lse, do, dlse).
       outputs: shape structs of dq, delta and lse_log2 (as lse).
     """
-    layout = memory.Layout(
-        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
-        parallel=("t",),
-        heads="n",
-        blocks=launch.blocks,
-        splits=launch.splits,
-    )
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
+    layout = memory.Layout.of("dq", operands, launch)
 
     def kernel(q, k, v, spec, saved, outputs):
         o, lse, do, dlse = saved
@@ -213,14 +205,8 @@ def dbias(
       summed: axes of batch and heads that the result lacks.
     """
     own = tuple(name for name in ("t", "s") if name in outputs[0].axes)
-    layout = memory.Layout(
-        [q, k, v, *jax.tree.leaves(spec), *saved, *outputs],
-        parallel=own,
-        heads="n",
-        blocks=launch.blocks,
-        looped=summed,
-        splits=launch.splits,
-    )
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
+    layout = memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
 
     def kernel(q, k, v, spec, saved, outputs):
         lse_log2, delta, do = saved

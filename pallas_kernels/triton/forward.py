@@ -1,6 +1,7 @@
 """The forward kernel: one program per block of query rows (Dao 2023, algorithm 1).
 
-Grid: (query blocks, query heads, batch axes). A program loads its block of queries
+Grid: (query blocks, parts of the keys, query heads, batch axes), with parts only where
+programs would be too few (`division`). A program loads its block of queries
 once, then loops over the blocks of keys and values that its rows need: first those in
 which pairs may be masked, or one, with `flash2.step`, then all the others with
 `flash2.accumulate`, a third fewer instructions. If a row was not in its range, the
@@ -50,16 +51,11 @@ def forward(
       outputs: shape structs of o (axes `t d` among others) and lse (`t`).
       launch: block sizes and the rest.
     """
-    layout = memory.Layout(
-        [q, k, v, *jax.tree.leaves(spec), *outputs],
-        parallel=("t",),
-        heads="n",
-        blocks=launch.blocks,
-        splits=launch.splits,
-    )
-
-    sink = spec.sink if layout.parts else None
-    spec = dataclasses.replace(spec, sink=None) if layout.parts else spec
+    operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
+    layout = memory.Layout.of("forward", operands, launch)
+    sink = None
+    if layout.parts:  # it joins where parts are put together
+        sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
 
     def kernel(q, k, v, spec, outputs):
         spec, where, kv_blocks = program.query_program(spec, layout)

@@ -13,6 +13,7 @@ import dataclasses
 
 from pallas_kernels import tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
+from pallas_kernels.division import FEW_ROWS
 from pallas_kernels.tables import HEADS, padded
 
 # What is taken where the tuned blocks do not fit, by kernel and padded head
@@ -52,7 +53,7 @@ _SMALLER = {
 
 
 # Of the forward where a block holds all queries and keys are many: (block_kv, warps,
-# stages). It waits for memory, and more warps would only pass more among them (NVIDIA
+# stages). Measured with one query of 4 and 8 heads to a group, head size 128 (NVIDIA
 # H200, 2026-11-23: benchmarks/lab/062-division-of-work.md).
 _FEW_QUERIES = (64, 2, 3)
 
@@ -168,7 +169,7 @@ def choose(
     if chosen is not None:
         return chosen
     found = _candidates(kernel, heads, itemsize, regime, gpu)
-    few = kernel == "forward" and 16 * rows[0] <= rows[1] and rows[0] <= 64
+    few = kernel == "forward" and 16 * rows[0] <= rows[1] and rows[0] <= FEW_ROWS
     if few and max(heads) <= 128 and itemsize == 2:
         found = [Blocks(64, *_FEW_QUERIES), *found]
     candidates = [
