@@ -30,6 +30,7 @@ def forward(
     Args:
       run: as for `backward`; "forward" gets what is left of this function's arguments.
     """
+    spec, v = _without_dropped(q, spec, v)
     packing = division.Packing.of(q, k, spec)
     if packing is None:
         return run("forward", "s", q, k, v, spec, outputs)
@@ -62,6 +63,7 @@ def backward(
       dk_and_dv_apart: whether one kernel for both would not fit the registers.
     """
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
+    spec, k, v = _without_dropped(q, spec, k, v)
     _, lse, do, _ = saved
     rows = _row_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
     grad_q, *of_rows = run("dq", "s", q, k, v, spec, saved, (outputs[0], rows, rows))
@@ -83,6 +85,19 @@ def backward(
         gradient = sink_gradient(sink, lse, delta)
         gradients.append(summed_to(gradient, out.axes).astype(out.dtype))
     return tuple(gradients)
+
+
+def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
+    """The spec, and keys or values of which no dropped key reaches a product.
+
+    Kernels can leave such keys out as they load a block, which costs nothing where few
+    blocks hold any, or where loads of keys are all they wait for. With a mask of pairs
+    every block would wait for it, at half the speed, so that here zeros are written
+    first (NVIDIA H200, 2026-11-23: benchmarks/lab/063-masked-keys.md).
+    """
+    if spec.drops_pairs() and sizes([q])["t"] > division.FEW_ROWS:
+        return spec, *map(spec.without_dropped, rows)
+    return spec.with_keys(), *rows
 
 
 def _row_struct(operands, lse: Named) -> Named:

@@ -208,6 +208,11 @@ class AttentionSpec:
         axes = tuple(dict.fromkeys(a for x in kept for a in x.axes))
         return Named(functools.reduce(operator.and_, (x.to(axes) for x in kept)), axes)
 
+    def drops_pairs(self) -> bool:
+        """Whether a mask may drop a key for one query and keep it for another."""
+        masks = (a.mask.squeezed() for a in self.masks if isinstance(a, DenseMask))
+        return any("t" in mask.axes for mask in masks)
+
     def with_keys(self) -> AttentionSpec:
         """Adds the keys that some query keeps (fields hold `Named`), for kernels.
 
@@ -221,7 +226,8 @@ class AttentionSpec:
     def without_dropped(self, x: Named) -> Named:
         """Rows of keys or values, with 0 in those of keys that no query keeps.
 
-        For backends that load whole arrays: no NaN there may meet a product.
+        For backends that load whole arrays, and masks that kernels do not look up for
+        each block: no NaN there may meet a product.
         """
         keys = self._kept_keys()
         if keys is None:

@@ -131,7 +131,7 @@ def _run(
     launch = _launch(kernel, config, precision, [q, k, v], spec)
     blocks, size = launch.blocks, sizes([q, k])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
-    spec = spec.with_table(looped, *rows).with_keys()
+    spec = spec.with_table(looped, *rows)
     return _KERNELS[kernel](q, k, v, spec, *rest, launch=launch, **options)
 
 
