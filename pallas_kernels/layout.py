@@ -24,7 +24,7 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, sizes
 from pallas_kernels.core.mask import Range, divide
-from pallas_kernels.tables import padded
+from pallas_kernels.tables import pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +71,14 @@ class Rows:
         return below if self.kept is None else below & self.kept
 
     @classmethod
-    def whole(cls, size: int) -> Rows:
-        """A whole (head) axis, padded to a power of two."""
-        full = padded(size)
-        return cls(0, full, None if full == size else size)
+    def whole(cls, size: int) -> tuple[Rows, ...]:
+        """A whole (head) axis in its pieces, the last one padded."""
+        cut, found, start = pieces(size), [], 0
+        for piece in cut:
+            limit = None if start + piece <= size else size
+            found.append(cls(start, piece, limit))
+            start += piece
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,13 @@ class View(abc.ABC):
     def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
         """Writes a block where `mask` is set; the arguments are those of `read`."""
 
+    def _pieces(self, where: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """Where each piece of an axis in pieces lies, or None without any."""
+        for name in self.axes:
+            if isinstance(where[name], tuple):
+                return [{**where, name: rows} for rows in where[name]]
+        return None
+
     def _index(self, where: Mapping[str, Any]):
         """Index of the Ref, the axes of the result, and the mask of what exists."""
         index = tuple(where[name] for name in self.axes)
@@ -119,14 +130,18 @@ class View(abc.ABC):
 
     def load(
         self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
-    ) -> jax.Array:
+    ):
         """The block at `where` with axes `order`, of size 1 where there is none.
 
         Args:
           order: names of the axes of the result.
-          where: for each axis of the view, `Rows` or a scalar index.
+          where: for each axis of the view, `Rows` or a scalar index, or for one of them
+            a tuple of `Rows`: its pieces are a tuple then.
           padding: what elements beyond a limit are loaded as, whatever lies there.
         """
+        places = self._pieces(where)
+        if places is not None:
+            return tuple(self.load(order, place, padding) for place in places)
         index, kept, mask = self._index(where)
         if any(name not in order for name in kept):
             raise ValueError(f"{self.axes=} do not fit {order=}")
@@ -141,8 +156,13 @@ class View(abc.ABC):
         missing = [i for i, name in enumerate(order) if name not in kept]
         return jnp.expand_dims(x, missing) if missing else x
 
-    def store(self, value: jax.Array, where: Mapping[str, Any]) -> None:
+    def store(self, value, where: Mapping[str, Any]) -> None:
         """Writes a block, cast to the dtype of the Ref, up to the limits of `where`."""
+        places = self._pieces(where)
+        if places is not None:
+            for piece, place in zip(value, places, strict=True):
+                self.store(piece, place)
+            return
         index, _, mask = self._index(where)
         self.write(index, value.astype(self.dtype), mask)
 
@@ -194,6 +214,7 @@ class Layout(abc.ABC):
         size = sizes(operands)
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        self.pieces = {a: pieces(size[a]) for a in ("h", "d") if a in size}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
         self.num_blocks = {a: -(-size[a] // self.rows[a]) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share

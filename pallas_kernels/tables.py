@@ -19,7 +19,7 @@ from pallas_kernels.core.axes import batch_axes, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 TUNING = Path(__file__).parent / "tuning"
-HEADS = (64, 128, 256, 512)  # padded head sizes that tables have
+HEADS = (64, 96, 128, 192, 256, 512)  # sizes of head blocks that tables have
 # The GPU whose table serves those that have none: its blocks, where they fit.
 _DEFAULT_GPU = "NVIDIA H200"
 
@@ -60,6 +60,17 @@ def table(backend: str, gpu: str | None) -> dict:
 def padded(size: int) -> int:
     """The block size that holds `size` rows or head elements: a power of two >= 16."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def pieces(size: int) -> tuple[int, ...]:
+    """Blocks that together hold `size` head elements: one or two powers of two.
+
+    Two where they are less than the next power of two: 192 is 128 and 64, 80 is 64 and
+    16, of which a product multiplies no padding.
+    """
+    first = 1 << (size.bit_length() - 1)
+    cut = first, padded(max(size - first, 1))
+    return cut if sum(cut) < padded(size) else (padded(size),)
 
 
 def pair_bytes(spec: AttentionSpec) -> int:

@@ -24,12 +24,15 @@ output is used. Dropout multiplies p where it meets v, and dp, by 0 or a constan
 Inside, exponents are of base 2: exp(s) = exp2(log2(e) * s), one multiplication that
 folds into the scale. A block of scores arrives as `Scores` (`core.score`). Everything
 here works on blocks in either orientation: [queries, keys], or [keys, queries] with row
-statistics laid out to match. Axes of batch and heads may stand before them.
+statistics laid out to match. Axes of batch and heads may stand before them. Rows of a
+head size that is no power of two may come in pieces, a tuple of blocks (`Block`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -43,6 +46,9 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 # The log-sum-exp of a row that is padding: its p is 0, whatever its scores.
 PADDING_LSE = math.inf
+
+# [rows, head size], or its pieces along the head axis.
+Block = jax.Array | tuple[jax.Array, ...]
 
 
 class Scores(NamedTuple):
@@ -62,7 +68,7 @@ class State(NamedTuple):
 
     m: jax.Array  # [rows], in units of log2; -inf where nothing has been kept
     l: jax.Array  # [rows], or [rows, parts]: a row's sum, or parts of it
-    acc: jax.Array  # [rows, value head size]
+    acc: Block  # [rows, value head size]
 
     @property
     def total(self) -> jax.Array:
@@ -71,19 +77,23 @@ class State(NamedTuple):
 
 
 def init(
-    rows: Sequence[int], head_size: int, parts: int | None = None, dtype=jnp.float32
+    rows: Sequence[int],
+    head_size: int | tuple[int, ...],
+    parts: int | None = None,
+    dtype=jnp.float32,
 ) -> State:
     """The state before any key has been seen.
 
     Args:
       rows: number of rows, after the sizes of any axes before them.
+      head_size: of the values, or the sizes of its pieces.
       parts: of a row's sum, a divisor of the number of keys in a block; None for the
         sum itself. A part is the sum of every `parts`th key: where that is how keys are
         dealt to the lanes of a warp, no lane waits for another before it is wanted.
     """
     m = jnp.full((*rows,), -jnp.inf, dtype)
     l = jnp.zeros((*rows,) if parts is None else (*rows, parts), dtype)
-    return State(m, l, jnp.zeros((*rows, head_size), dtype))
+    return State(m, l, zeros(rows, head_size, dtype))
 
 
 def step(
@@ -101,10 +111,10 @@ def step(
       arithmetic: the backend's.
     """
     top, alpha, p = update(state.m, scores, arithmetic)
-    of_row = arithmetic.along(alpha, -2, state.acc.shape)
-    l = state.l * (alpha if state.l.ndim == alpha.ndim else of_row)
-    acc = state.acc * of_row
-    return State(top, add_row_sums(l, p), acc + product(p))
+    acc = _scaled_rows(state.acc, alpha, arithmetic)
+    in_parts = state.l.ndim > alpha.ndim
+    l = _scaled_rows(state.l, alpha, arithmetic) if in_parts else state.l * alpha
+    return State(top, add_row_sums(l, p), added(acc, product(p)))
 
 
 def update(
@@ -146,7 +156,7 @@ def accumulate(
     m, l, acc = state
     shift = arithmetic.along(_finite(m), -2, scores.x.shape)
     p = probabilities(scores, shift, arithmetic)
-    return State(m, add_row_sums(l, p), acc + product(p))
+    return State(m, add_row_sums(l, p), added(acc, product(p)))
 
 
 def add_row_sums(l: jax.Array, p: jax.Array) -> jax.Array:
@@ -183,7 +193,7 @@ def _finite(m: jax.Array) -> jax.Array:
 
 def finish(
     state: State, sink=None, arithmetic: Arithmetic = PLAIN
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Block, jax.Array]:
     """Output [rows, value head size] and log-sum-exp [rows] (natural logarithm).
 
     A row that kept nothing has output 0 and log-sum-exp -inf.
@@ -204,10 +214,10 @@ def finish(
         alpha = jnp.exp2(m - shift)
         l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
         m = jnp.where(empty, m, joint)
-        acc = acc * arithmetic.along(alpha, -2, acc.shape)
+        acc = _scaled_rows(acc, alpha, arithmetic)
     l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
     lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-    return acc * arithmetic.along(1.0 / l, -2, acc.shape), lse
+    return _scaled_rows(acc, 1.0 / l, arithmetic), lse
 
 
 def merge(
@@ -264,12 +274,15 @@ def softmax(scores: Scores, sink=None, arithmetic: Arithmetic = PLAIN) -> jax.Ar
     return found[0] * inverse
 
 
-def delta(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
+def delta(o: Block, lse: jax.Array, do: Block, dlse: jax.Array) -> jax.Array:
     """rowsum(o * do) - dlse over the last axis, in the dtype of lse.
 
     0 where a row kept nothing: its lse of -inf is a constant, whatever its cotangent.
     """
-    rowsum = jnp.sum(o.astype(lse.dtype) * do.astype(lse.dtype), axis=-1)
+    products = jax.tree.map(
+        lambda x, y: jnp.sum(x.astype(lse.dtype) * y.astype(lse.dtype), axis=-1), o, do
+    )
+    rowsum = functools.reduce(operator.add, jax.tree.leaves(products))
     return jnp.where(lse == -jnp.inf, 0.0, rowsum - dlse)
 
 
@@ -310,14 +323,40 @@ def score_gradient(p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
     return p * (dp - delta)
 
 
-def dot(a: jax.Array, b: jax.Array, contract: str, precision=None) -> jax.Array:
+def zeros(rows: Sequence[int], size: int | tuple[int, ...], dtype) -> Block:
+    """[*rows, size], or pieces of such sizes."""
+    return jax.tree.map(lambda n: jnp.zeros((*rows, n), dtype), size)
+
+
+def added(x: Block, y: Block) -> Block:
+    """x + y, piece by piece."""
+    return jax.tree.map(operator.add, x, y)
+
+
+def scaled(x: Block, by: float) -> Block:
+    """x * by, piece by piece."""
+    return jax.tree.map(lambda a: a * by, x)
+
+
+def _scaled_rows(x: Block, by: jax.Array, arithmetic: Arithmetic) -> Block:
+    """x with each row multiplied by a number."""
+    return jax.tree.map(lambda a: a * arithmetic.along(by, -2, a.shape), x)
+
+
+def dot(a: Block, b: Block, contract: str, precision=None) -> Block:
     """A block's matrix product with float32 (or wider) accumulation.
 
     Args:
-      a, b: two matrices.
+      a, b: two matrices. With "nt" both may be in pieces, and with "nn" b may: then so
+        is the result.
       contract: "nn" for a @ b, "nt" for a @ b^T, "tn" for a^T @ b.
       precision: of the product where inputs are float32.
     """
+    if isinstance(b, tuple):
+        rows = a if contract == "nt" else (a,) * len(b)
+        pairs = zip(rows, b, strict=True)
+        found = tuple(dot(x, y, contract, precision) for x, y in pairs)
+        return functools.reduce(operator.add, found) if contract == "nt" else found
     dims = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}[contract]
     dtype = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(

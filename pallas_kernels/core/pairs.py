@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.dropout import GROUP
-from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.flash2 import Block, Scores
 from pallas_kernels.core.score import Place
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -80,15 +80,15 @@ class Pairs:
         bits = make(dropout, groups, self.order, self.arithmetic)
         return bits if bits.shape[-2:] == shape else bits[..., : shape[0], : shape[1]]
 
-    def product(self, of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+    def product(self, of_queries: Block, of_keys: Block) -> jax.Array:
         """The products of rows [query rows, h] and [key rows, h], pair by pair."""
         first, second = of_queries, of_keys
         if self.order == ("s", "t"):
             first, second = second, first
         return flash2.dot(first, second, "nt", self.precision)
 
-    def scores(self, q: jax.Array, k: jax.Array) -> Scores:
-        return self.scores_of(self.product(q, k), q.dtype)
+    def scores(self, q: Block, k: Block) -> Scores:
+        return self.scores_of(self.product(q, k), jax.tree.leaves(q)[0].dtype)
 
     def scores_of(self, qk: jax.Array, dtype) -> Scores:
         """Scores of the products of queries and keys in `dtype`."""

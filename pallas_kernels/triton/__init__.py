@@ -36,7 +36,7 @@ def unsupported(call: Call, /) -> str | None:
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
-    heads = _padded_heads([call.key, call.value])
+    heads = _head_blocks([call.key, call.value])
     for kernel in tuning.kernels(heads):
         need = tuning.smallest(kernel, heads, jnp.dtype(call.dtype).itemsize)
         limit = device.shared_memory_limit()
@@ -48,17 +48,17 @@ def unsupported(call: Call, /) -> str | None:
     return None
 
 
-def _padded_heads(operands) -> tuple[int, int]:
-    """Of key and value."""
+def _head_blocks(operands) -> tuple[int, int]:
+    """Elements that blocks of key and value have for each row."""
     size = sizes(operands)
-    return tables.padded(size["h"]), tables.padded(size["d"])
+    return sum(tables.pieces(size["h"])), sum(tables.pieces(size["d"]))
 
 
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes(operands)
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
-    heads = _padded_heads(operands)
+    heads = _head_blocks(operands)
     limit = device.shared_memory_limit()
     itemsize, product = support.product_precision(dtype, precision, interpret)
     if tuning.smallest(kernel, heads, itemsize) > limit:  # float32 as it is
@@ -86,7 +86,7 @@ def division(call: Call, /) -> tuple[str, ...]:
     packing = Packing.of(call.query, call.key, call.spec)
     bias = call.spec.score.bias
     found = []
-    for kernel in tuning.kernels(_padded_heads([call.query, call.value])):
+    for kernel in tuning.kernels(_head_blocks([call.query, call.value])):
         options = {}
         *arrays, spec = whole
         if kernel == "forward" and packing is not None:
@@ -144,5 +144,5 @@ def forward(q, k, v, spec, outputs, *, config, precision):
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and the spec's operands (`backend.Backend`)."""
     run = functools.partial(_run, config=config, precision=precision)
-    apart = "dkv" not in tuning.kernels(_padded_heads([q, v]))
+    apart = "dkv" not in tuning.kernels(_head_blocks([q, v]))
     return passes.backward(run, q, k, v, spec, saved, outputs, dk_and_dv_apart=apart)

@@ -85,17 +85,20 @@ def dkv(
                 dp = pairs.product(do_block, *v_block) if "dk" in sums else None
                 if "dv" in sums:
                     dropped = again.dropped.astype(do.dtype)
-                    sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)
+                    more = flash2.dot(dropped, do_block, "nn", launch.precision)
+                    sums["dv"] = flash2.added(sums["dv"], more)
                 if dp is not None:
                     delta_block = delta.load(("s", "t"), here)
                     dz = again.dz(dp, delta_block).astype(q.dtype)
-                    sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)
+                    more = flash2.dot(dz, q_block, "nn", launch.precision)
+                    sums["dk"] = flash2.added(sums["dk"], more)
                 return sums
 
             return q_blocks.fold(visit, sums)
 
+        rows = [launch.blocks.block_kv]
         sums = {
-            name: jnp.zeros((launch.blocks.block_kv, where[axis].size), jnp.float32)
+            name: flash2.zeros(rows, layout.pieces[axis], jnp.float32)
             for name, axis in (("dk", "h"), ("dv", "d"))
             if name in outputs
         }
@@ -103,7 +106,7 @@ def dkv(
         where["s"] = layout.rows_at("s", where["s"].start)
         unit = {"dk": spec.gradient_unit, "dv": spec.dropout_scale}
         for name, view in zip(outputs, views, strict=True):
-            view.store(sums[name] * unit[name], where)
+            view.store(flash2.scaled(sums[name], unit[name]), where)
 
     name = "flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}"
     results = tuple(outputs.values())
@@ -160,10 +163,12 @@ def dq(
             again = pairs.recompute(scores, pairs.along(lse_log2, "t"))
             dp = pairs.product(do_block, v_block)
             dz = again.dz(dp, pairs.along(delta, "t"))
-            return dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
+            more = flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
+            return flash2.added(dq, more)
 
-        dq = jnp.zeros((launch.blocks.block_q, where["h"].size), jnp.float32)
-        dq = kv_blocks.fold(visit, dq) * spec.gradient_unit
+        rows = [launch.blocks.block_q]
+        dq = flash2.zeros(rows, layout.pieces["h"], jnp.float32)
+        dq = flash2.scaled(kv_blocks.fold(visit, dq), spec.gradient_unit)
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, (dq, delta, lse_log2), strict=True):
             view.store(value, where)

@@ -75,7 +75,7 @@ def forward(
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
 
-        nothing = flash2.init([launch.blocks.block_q], where["d"].size, _PARTS)
+        nothing = flash2.init([launch.blocks.block_q], layout.pieces["d"], _PARTS)
         # Triton takes a loop apart that it knows to have one round, and gives each of
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
@@ -90,7 +90,7 @@ def forward(
             lambda: state,
         )
         o, lse = flash2.finish(state, spec.sink, launch.arithmetic)
-        values = (o * spec.dropout_scale if spec.dropout else o), lse
+        values = (flash2.scaled(o, spec.dropout_scale) if spec.dropout else o), lse
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, values, strict=True):

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.flash2 import Block
 from pallas_kernels.layout import Rows
 from pallas_kernels.tables import padded
 from pallas_kernels.triton import addresses, support
@@ -36,11 +37,11 @@ def too_large(elements: int) -> str:
 class Launch(layout.Launch):
     """How a Triton kernel is run."""
 
-    def left(self, *tiles: jax.Array) -> tuple[jax.Array, ...]:
+    def left(self, *tiles: Block) -> tuple[Block, ...]:
         """Tiles that are left operands, the last ones kept in registers (`Blocks`)."""
         kept = 0 if self.interpret else self.blocks.left_in_registers
         first = max(0, len(tiles) - kept)
-        return (*tiles[:first], *map(support.in_registers, tiles[first:]))
+        return (*tiles[:first], *jax.tree.map(support.in_registers, tiles[first:]))
 
 
 @dataclasses.dataclass(frozen=True)

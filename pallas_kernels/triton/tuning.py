@@ -118,7 +118,10 @@ def _candidates(
     gpu: str | None = None,
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
-    size = next(size for size in HEADS if max(heads) <= size)
+    size, smaller = (
+        next(size for size in sizes if max(heads) <= size)
+        for sizes in (HEADS, _SMALLER[kernel])
+    )
     tuned = tables.table("triton", gpu)[kernel][str(size)]
     regime = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
@@ -129,7 +132,7 @@ def _candidates(
             blocks = Blocks(*tuned[name])
             fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
             found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
-    return found + [Blocks(*blocks) for blocks in _SMALLER[kernel][size]]
+    return found + [Blocks(*blocks) for blocks in _SMALLER[kernel][smaller]]
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float) -> int:
