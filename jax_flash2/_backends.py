@@ -35,11 +35,13 @@ class Entry:
     has_tangents: bool = False
 
 
-# From the fastest on. `implementation=None` picks the first that serves a call.
+# From the fastest on. `implementation=None` picks the first that serves a call and is
+# not known to be slower than the next.
 BACKENDS = {
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
+_SERVED = "can serve this call"
 # The oracle of the tests, quadratic in memory: only by name.
 REFERENCE = "reference"
 
@@ -100,8 +102,10 @@ def choose(implementation: str | None, call: Call) -> str:
     chosen = _choice(implementation, call)
     here = device.platform()
     kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
-    if implementation is None and kernels and BACKENDS[chosen].platform is None:
-        why = "; ".join(f"{name}: {reason(name, call)}" for name in kernels)
+    why_not = {name: reason(name, call) for name in kernels}
+    declined = why_not and all(why_not.values())
+    if implementation is None and declined and BACKENDS[chosen].platform is None:
+        why = "; ".join(f"{name}: {text}" for name, text in why_not.items())
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than the kernels would "
             f"be on this GPU. {why}",
@@ -119,11 +123,12 @@ def _choice(implementation: str | None, call: Call) -> str:
             raise ValueError(f"implementation={implementation!r}: {why_not}")
         return implementation
     why = reasons(call)
-    chosen = next((name for name, why_not in why.items() if why_not is None), None)
-    if chosen is None:
+    serving = [name for name, why_not in why.items() if why_not is None]
+    if not serving:
         lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
         raise ValueError(f"no implementation serves this call: {lines}")
-    return chosen
+    fastest = (name for name in serving[:-1] if module(name).slower(call) is None)
+    return next(fastest, serving[-1])
 
 
 def explain(implementation: str | None, call: Call) -> str:
@@ -137,6 +142,8 @@ def explain(implementation: str | None, call: Call) -> str:
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():
-        lines.append(f"  {name}: {why_not or 'can serve this call'}")
+        slower = None if why_not else module(name).slower(call)
+        served = f"can serve this call, slower: {slower}" if slower else _SERVED
+        lines.append(f"  {name}: {why_not or served}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,10 @@ from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 # 2026-11-21). Few queries have as many pairs with more keys.
 _ROWS = 256
 _PAIRS = _ROWS**2
+# Pairs of all heads and batch entries that are held at once elsewhere, where only the
+# products of large matrices are fast (NVIDIA H200, 2026-11-23:
+# benchmarks/lab/065-head-size-512-through-xla.md). That is at most 1 GiB.
+_MOST_PAIRS = 2**26
 
 # Numbers of blocks are not below 0: JAX need not look.
 _COUNTED = {"allow_negative_indices": False}
@@ -65,10 +70,23 @@ def unsupported(call: Call, /) -> str | None:
     return None
 
 
+def slower(call: Call, /) -> str | None:
+    """None: there is none faster that declined."""
+    del call
+    return None
+
+
 def _block(rows: int, most: int) -> int:
     """Rows of a block: as few equal blocks of at most `most` rows as hold them all."""
     blocks = -(-rows // most)
     return rows if blocks == 1 else -(-rows // (GROUP * blocks)) * GROUP
+
+
+def _pairs(elements: list[int]) -> int:
+    """Most pairs of a block, for axes of batch and heads of such sizes."""
+    if device.platform() == "cpu" or not all(isinstance(n, int) for n in elements):
+        return _PAIRS
+    return max(_PAIRS, _MOST_PAIRS // max(1, math.prod(elements)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +114,9 @@ class _Plan:
         if blocks is not None:
             most = {"t": blocks.block_q, "s": blocks.block_kv}
         else:
-            rows = _block(size["t"], _ROWS)
-            most = {"t": _ROWS, "s": max(_ROWS, _PAIRS // rows)}
+            pairs = _pairs([size[a] for a in (*batch_axes(operands), "n") if a in size])
+            rows = math.isqrt(pairs)
+            most = {"t": rows, "s": max(rows, pairs // _block(size["t"], rows))}
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         return cls(size, block, heads, batch_axes(operands), precision)
@@ -176,7 +195,7 @@ class _Plan:
                 value = lax.dynamic_slice_in_dim(value, start, size, axis, **_COUNTED)
         return Named(value, x.axes)
 
-    def put(self, whole: Named, x: jax.Array, starts: Starts) -> jax.Array:
+    def put(self, whole: Named, x: Any, starts: Starts) -> jax.Array:
         """`whole` with x in place of the block that starts there."""
         names = list(map(str, whole.axes))
         if not any(a in starts and self.count(a) > 1 for a in names):

@@ -104,6 +104,14 @@ class Backend(Protocol):
         """
         ...
 
+    def slower(self, call: Call, /) -> str | None:
+        """Why the next backend in line is faster for a call that this one serves.
+
+        As measured; None where it is not. The next one then gets the call, unless the
+        caller names this one.
+        """
+        ...
+
     def division(self, call: Call, /) -> Sequence[str]:
         """How the work of a call is divided, in words; none if it is not.
 

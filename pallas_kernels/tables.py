@@ -66,11 +66,11 @@ def pieces(size: int) -> tuple[int, ...]:
     """Blocks that together hold `size` head elements: one or two powers of two.
 
     Two where they are less than the next power of two: 192 is 128 and 64, 80 is 64 and
-    16, of which a product multiplies no padding.
+    16, of which a product multiplies no padding. Below 64 that is no faster.
     """
     first = 1 << (size.bit_length() - 1)
     cut = first, padded(max(size - first, 1))
-    return cut if sum(cut) < padded(size) else (padded(size),)
+    return cut if first >= 64 and sum(cut) < padded(size) else (padded(size),)
 
 
 def pair_bytes(spec: AttentionSpec) -> int:

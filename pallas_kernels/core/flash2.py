@@ -34,7 +34,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -338,25 +338,24 @@ def scaled(x: Block, by: float) -> Block:
     return jax.tree.map(lambda a: a * by, x)
 
 
-def _scaled_rows(x: Block, by: jax.Array, arithmetic: Arithmetic) -> Block:
+def _scaled_rows(x: Block, by: jax.Array, arithmetic: Arithmetic) -> Any:
     """x with each row multiplied by a number."""
     return jax.tree.map(lambda a: a * arithmetic.along(by, -2, a.shape), x)
 
 
-def dot(a: Block, b: Block, contract: str, precision=None) -> Block:
+def times(p: jax.Array, rows: Block, precision=None) -> Block:
+    """p @ rows, piece by piece."""
+    return jax.tree.map(lambda x: dot(p, x, "nn", precision), rows)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: str, precision=None) -> jax.Array:
     """A block's matrix product with float32 (or wider) accumulation.
 
     Args:
-      a, b: two matrices. With "nt" both may be in pieces, and with "nn" b may: then so
-        is the result.
+      a, b: two matrices.
       contract: "nn" for a @ b, "nt" for a @ b^T, "tn" for a^T @ b.
       precision: of the product where inputs are float32.
     """
-    if isinstance(b, tuple):
-        rows = a if contract == "nt" else (a,) * len(b)
-        pairs = zip(rows, b, strict=True)
-        found = tuple(dot(x, y, contract, precision) for x, y in pairs)
-        return functools.reduce(operator.add, found) if contract == "nt" else found
     dims = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}[contract]
     dtype = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -82,10 +83,12 @@ class Pairs:
 
     def product(self, of_queries: Block, of_keys: Block) -> jax.Array:
         """The products of rows [query rows, h] and [key rows, h], pair by pair."""
-        first, second = of_queries, of_keys
+        first, second = map(jax.tree.leaves, (of_queries, of_keys))
         if self.order == ("s", "t"):
             first, second = second, first
-        return flash2.dot(first, second, "nt", self.precision)
+        of_pieces = zip(first, second, strict=True)
+        found = (flash2.dot(*pair, "nt", self.precision) for pair in of_pieces)
+        return functools.reduce(operator.add, found)
 
     def scores(self, q: Block, k: Block) -> Scores:
         return self.scores_of(self.product(q, k), jax.tree.leaves(q)[0].dtype)

@@ -85,12 +85,12 @@ def dkv(
                 dp = pairs.product(do_block, *v_block) if "dk" in sums else None
                 if "dv" in sums:
                     dropped = again.dropped.astype(do.dtype)
-                    more = flash2.dot(dropped, do_block, "nn", launch.precision)
+                    more = flash2.times(dropped, do_block, launch.precision)
                     sums["dv"] = flash2.added(sums["dv"], more)
                 if dp is not None:
                     delta_block = delta.load(("s", "t"), here)
                     dz = again.dz(dp, delta_block).astype(q.dtype)
-                    more = flash2.dot(dz, q_block, "nn", launch.precision)
+                    more = flash2.times(dz, q_block, launch.precision)
                     sums["dk"] = flash2.added(sums["dk"], more)
                 return sums
 
@@ -163,7 +163,7 @@ def dq(
             again = pairs.recompute(scores, pairs.along(lse_log2, "t"))
             dp = pairs.product(do_block, v_block)
             dz = again.dz(dp, pairs.along(delta, "t"))
-            more = flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)
+            more = flash2.times(dz.astype(k.dtype), k_block, launch.precision)
             return flash2.added(dq, more)
 
         rows = [launch.blocks.block_q]

@@ -69,7 +69,7 @@ def forward(
 
             def product(p):
                 p = pairs.drop(p).astype(v.dtype)
-                return flash2.dot(p, v_block, "nn", launch.precision)
+                return flash2.times(p, v_block, launch.precision)
 
             # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate

@@ -28,6 +28,7 @@ _SMALLER = {
     "dkv": {
         64: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
         128: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
+        256: [(32, 64, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1)],
     },
     "dk": {
         256: [(32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
@@ -52,6 +53,9 @@ _SMALLER = {
 }
 
 
+# Elements of a row of key and of value whose gradients one kernel sums (NVIDIA H200,
+# 2026-11-23: benchmarks/lab/064-heads-in-pieces.md).
+_MOST_SUMMED = 320
 # Of the forward where a block holds all queries and keys are many: (block_kv, warps,
 # stages). Measured with one query of 4 and 8 heads to a group, head size 128 (NVIDIA
 # H200, 2026-11-23: benchmarks/lab/062-division-of-work.md).
@@ -61,9 +65,9 @@ _FEW_QUERIES = (64, 2, 3)
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
     """The kernels that serve padded head sizes of key and value.
 
-    The gradients of key and value come from one kernel, or above 128 from one each.
+    The gradients of key and value come from one kernel, or of large heads from one each.
     """
-    unused = ("dkv",) if max(heads) > 128 else ("dk", "dv")
+    unused = ("dkv",) if sum(heads) > _MOST_SUMMED else ("dk", "dv")
     return tuple(kernel for kernel in KERNELS if kernel not in unused)
 
 
