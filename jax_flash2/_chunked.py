@@ -38,14 +38,13 @@ from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
-# Most query rows and most pairs of a block. On 2 CPU cores, float32, B 1, N 4, H 64,
-# T 1024 and 4096, blocks of 128 to 512 rows were within 15 % of each other (JAX 0.10.2,
-# 2026-11-21). Few queries have as many pairs with more keys.
+# Most query rows and most pairs of a block on CPUs (128 to 512 rows are within 15 % of
+# each other: benchmarks/lab/033-the-xla-backend-on-a-cpu.md). Few queries have as many
+# pairs with more keys.
 _ROWS = 256
 _PAIRS = _ROWS**2
-# Pairs of all heads and batch entries that are held at once elsewhere, where only the
-# products of large matrices are fast (NVIDIA H200, 2026-11-23:
-# benchmarks/lab/065-head-size-512-through-xla.md). That is at most 1 GiB.
+# Of all heads and batch entries elsewhere, where only products of large matrices are
+# fast (benchmarks/lab/065-head-size-512-through-xla.md). They take at most 1 GiB.
 _MOST_PAIRS = 2**26
 
 # Numbers of blocks are not below 0: JAX need not look.
@@ -82,9 +81,13 @@ def _block(rows: int, most: int) -> int:
     return rows if blocks == 1 else -(-rows // (GROUP * blocks)) * GROUP
 
 
+def _on_cpu() -> bool:
+    return device.platform() == "cpu"
+
+
 def _pairs(elements: list[int]) -> int:
     """Most pairs of a block, for axes of batch and heads of such sizes."""
-    if device.platform() == "cpu" or not all(isinstance(n, int) for n in elements):
+    if _on_cpu() or not all(isinstance(n, int) for n in elements):
         return _PAIRS
     return max(_PAIRS, _MOST_PAIRS // max(1, math.prod(elements)))
 
@@ -99,6 +102,8 @@ class _Plan:
       heads: how query heads are split.
       batch: names of the batch axes.
       precision: of products of float32 operands.
+      fuses_softmax: whether XLA makes one kernel of a softmax, as it does on GPUs, and
+        a block is one: all keys of its rows, none masked.
     """
 
     size: dict[str, int]
@@ -106,9 +111,12 @@ class _Plan:
     heads: Heads
     batch: tuple[str, ...]
     precision: Any
+    fuses_softmax: bool = False
 
     @classmethod
-    def of(cls, operands, blocks: Blocks | None, precision) -> _Plan:
+    def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Plan:
+        operands = [*operands, *jax.tree.leaves(spec)]
+        unmasked = not spec.masks and spec.score.bias is None and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
         if blocks is not None:
@@ -116,10 +124,15 @@ class _Plan:
         else:
             pairs = _pairs([size[a] for a in (*batch_axes(operands), "n") if a in size])
             rows = math.isqrt(pairs)
+            if unmasked and _ROWS * size["s"] <= pairs:
+                rows = pairs // size["s"]
             most = {"t": rows, "s": max(rows, pairs // _block(size["t"], rows))}
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
-        return cls(size, block, heads, batch_axes(operands), precision)
+        batch = batch_axes(operands)
+        plan = cls(size, block, heads, batch, precision)
+        fused = unmasked and plan.count("s") == 1 and not _on_cpu()
+        return dataclasses.replace(plan, fuses_softmax=fused)
 
     def count(self, name: str) -> int:
         """Number of blocks of `t` or `s`."""
@@ -218,7 +231,7 @@ class _Plan:
         return Pairs(spec, rows, precision=self.precision)
 
     def product(self, a: Named, b: Named, axes: Axes) -> jax.Array:
-        if device.platform() == "cpu":
+        if _on_cpu():
             # XLA for CPUs refuses some products of bfloat16 (JAX 0.10.2 to 0.12.0.1:
             # "Unsupported element type for DotThunk").
             a, b = (
@@ -235,7 +248,7 @@ class _Plan:
             pairs, (*(None if n == 1 else a for a, n in axes), t, s)
         ).squeezed()
 
-    def visit_pairs(self, spec: AttentionSpec, visit: Callable, state):
+    def visit_pairs(self, spec: AttentionSpec, visit: Callable, state) -> Any:
         """Runs `state = visit(starts, state)` over the pairs of blocks that are needed.
 
         In one order: by query block, and for each by key block.
@@ -303,13 +316,14 @@ class _Plan:
 def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     """Output and log-sum-exp, with the dtypes and axes of `outputs`."""
     blocks = None if config is None else config.forward
-    plan = _Plan.of([q, k, v, *jax.tree.leaves(spec)], blocks, precision)
+    plan = _Plan.of([q, k, v], spec, blocks, precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = spec.without_dropped(v)
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
-    state_axes = rows, rows, columns
+    result_axes = columns, rows
+    state_axes = result_axes if plan.fuses_softmax else (rows, rows, columns)
 
     def visit(starts, state):
         whole = list(map(Named, state, state_axes))
@@ -321,18 +335,27 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
             p = plan.named(pairs.drop(p).astype(v.dtype))
             return plan.product(p, v_block, columns)
 
+        scores = pairs.scores_of(qk, q.dtype)
+        if plan.fuses_softmax:
+            found = flash2.of_whole_rows(scores, product)
+            return tuple(map(plan.put, whole, found, [starts] * 2))
         old = flash2.State(*(plan.at(x, starts).value for x in whole))
-        new = flash2.step(old, pairs.scores_of(qk, q.dtype), product)
+        new = flash2.step(old, scores, product)
         return flash2.State(
             *(plan.put(x, y, starts) for x, y in zip(whole, new, strict=True))
         )
 
-    shape = plan.zeros(rows, outputs[1].dtype).shape
-    state = flash2.init(shape, plan.size["d"], dtype=outputs[1].dtype)
-    sink = None if spec.sink is None else plan.heads.split(spec.sink).to(rows)
-    o, lse = flash2.finish(plan.visit_pairs(spec, visit, state), sink)
+    dtype = outputs[1].dtype
+    if plan.fuses_softmax:
+        state = tuple(plan.zeros(axes, dtype) for axes in result_axes)
+        o, lse = plan.visit_pairs(spec, visit, state)
+    else:
+        shape = plan.zeros(rows, dtype).shape
+        state = flash2.init(shape, plan.size["d"], dtype=dtype)
+        sink = None if spec.sink is None else plan.heads.split(spec.sink).to(rows)
+        o, lse = flash2.finish(plan.visit_pairs(spec, visit, state), sink)
     found = (o * spec.dropout_scale, lse)
-    return list(map(plan.result, found, (columns, rows), outputs))
+    return list(map(plan.result, found, result_axes, outputs))
 
 
 def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
@@ -347,7 +370,7 @@ def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
 def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and the spec's operands from o, lse, do and dlse."""
     blocks = None if config is None else config.dkv
-    plan = _Plan.of([q, k, v, *jax.tree.leaves(spec), *saved], blocks, precision)
+    plan = _Plan.of([q, k, v, *saved], spec, blocks, precision)
     rows, pair_axes = (plan.axes(*x) for x in ("t", ("t", "s")))
     o, lse, do, dlse = saved
     # Left operands of products whose sum is over rows: XLA's fast products take no
@@ -372,15 +395,18 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         axes = plan.heads.split_axes(out.axes)
         own[name] = tuple(a for a in axes if a is not None)
 
+    # Where no sum may be lost in the log-sum-exp, what the forward saved costs less.
+    is_whole = plan.count("s") == 1 and not plan.fuses_softmax
+
     def recompute(pairs, scores, starts):
-        if plan.count("s") == 1:
+        if is_whole:
             p = flash2.softmax(scores, None if sink is None else sink.to(rows))
             return Recomputed(pairs, scores, p)
         lse_block = plan.at(lse_log2, starts).value
         return pairs.recompute(scores, pairs.along(lse_block, "t"))
 
     def delta_of(again, dp, starts):
-        if plan.count("s") == 1:  # fewer terms, if there are fewer keys than columns
+        if is_whole:  # fewer terms, if there are fewer keys than columns
             total = jnp.sum(again.p * again.pairs.drop(dp), -1) * spec.dropout_scale
             of_lse, kept = (plan.at(x, starts).to(rows) for x in (dlse, lse))
             return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)

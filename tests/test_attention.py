@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, Config, attention
+from jax_flash2 import Blocks, Config, _chunked, attention
+from pallas_kernels.core import flash2
 from tests import oracle, tolerances
 from tests.cases import BACKENDS, CASES, ON_GPU, WITH_BLOCKS, Case, by_name
 from tests.tiers import deeply
@@ -64,6 +65,22 @@ def check_error_rule(case, dtype, backends, record_property, **more):
         found = tolerances.check(actual, exact, plain, unit)
         worst = float(max(found.values(), default=0.0))
         record_property("share of the allowed error", worst)
+
+
+@pytest.mark.parametrize("rows", [32, 1024], ids=["loop", "one_block"])
+@pytest.mark.parametrize("name", ["mqa", "alibi_alone", "dropout"])
+def test_whole_rows_as_gpus_get_them(name, rows, monkeypatch, record_property):
+    """Of the xla backend, which leaves a softmax that is whole to XLA there."""
+    monkeypatch.setattr(_chunked, "_on_cpu", lambda: False)
+    asked = []
+    whole = flash2.of_whole_rows
+    monkeypatch.setattr(
+        flash2, "of_whole_rows", lambda *x: asked.append(x) or whole(*x)
+    )
+    blocks = Blocks(rows, 1024, num_warps=4, num_stages=1)
+    more = {"config": Config(forward=blocks, dkv=blocks)}
+    check_error_rule(by_name(name), "float32", ["xla"], record_property, **more)
+    assert asked
 
 
 @pytest.mark.parametrize("name", ["causal", "head_1_3", "gqa"])

@@ -252,6 +252,23 @@ def merge(
     return merged, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1.0, total)))
 
 
+def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of rows that keep every key, from all keys at once.
+
+    `step` and `finish` as XLA knows them: it makes one kernel of such a softmax, of
+    which only the output is wanted, and so reads the scores once.
+
+    Args:
+      scores: of all keys, without -inf and `row`.
+      product: as for `step`.
+    """
+    x, unit, _ = scores
+    top = jnp.max(x, axis=-1, keepdims=True)
+    p = jnp.exp((x - top) * unit)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    return product(p / l), jnp.squeeze(top * unit + jnp.log(l), axis=-1)
+
+
 def softmax(scores: Scores, sink=None, arithmetic: Arithmetic = PLAIN) -> jax.Array:
     """Probabilities of whole rows, as the forward computes them.
 

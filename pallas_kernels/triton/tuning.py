@@ -63,9 +63,9 @@ _FEW_QUERIES = (64, 2, 3)
 
 
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
-    """The kernels that serve padded head sizes of key and value.
+    """The kernels that serve blocks of such head sizes of key and value.
 
-    The gradients of key and value come from one kernel, or of large heads from one each.
+    The gradients of key and value come from one kernel, or one each for large heads.
     """
     unused = ("dkv",) if sum(heads) > _MOST_SUMMED else ("dk", "dv")
     return tuple(kernel for kernel in KERNELS if kernel not in unused)
