@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax import Array
 
 import jax_flash2
 from benchmarks import harness, options, programs, records
@@ -35,7 +36,8 @@ from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks, Config
 from pallas_kernels.triton import support, tuning
 
-_HEAD_SIZES = options.integers("head_sizes", "64,128,256,512", "Head sizes, H.")
+# A table's size serves those below it, too: of 192, 160 is one for keys and values.
+_HEAD_SIZES = options.integers("head_sizes", "64,80,96,128,160,256,512", "Sizes, H.")
 _REGIMES = options.names("regimes", list(tables.REGIMES), tables.REGIMES, "Which")
 _KERNELS = options.names("kernels", list(configs.KERNELS), configs.KERNELS, "Which")
 _REPEATS = options.repeats(3)
@@ -59,12 +61,18 @@ class Problem:
       static: those that are no arrays.
       arrays: those that are.
       operand: the one array whose gradient is timed too (kernel `dbias`).
+      queries: how many, if not as many as keys: the last ones.
     """
 
     shape: Shape
     static: dict = dataclasses.field(default_factory=dict)
     arrays: dict = dataclasses.field(default_factory=dict)
     operand: str | None = None
+    queries: int | None = None
+
+    def rows(self, q: Array, k: Array, v: Array, do: Array) -> tuple[Array, ...]:
+        """Query, key, value and the output's gradient of the shape, for its queries."""
+        return q[:, : self.queries], k, v, do[:, : self.queries]
 
 
 def problems(regime: str, head_size: int) -> list[Problem]:
@@ -100,6 +108,11 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(8192), {"local_window_size": (1023, None)}),
             Problem(shape(1024)),
         ]
+    if regime == "decode":
+        return [
+            Problem(Shape(b, s, 32, k, head_size, True, "bfloat16"), queries=t)
+            for b, t, s, k in ((16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8))
+        ]
     if regime == "heavy":
         mask = harness.random_mask(4096)
         return [
@@ -123,7 +136,9 @@ def problems(regime: str, head_size: int) -> list[Problem]:
 def kernels(regime: str, head_size: int) -> list[str]:
     if head_size > 256 and regime not in ("plain", "float32"):
         return []  # as those
-    names = tuning.kernels((head_size, head_size))
+    names = (
+        ["forward"] if regime == "decode" else tuning.kernels((head_size, head_size))
+    )
     with_operand = regime in ("plain", "bias")
     return [name for name in names if name != "dbias" or with_operand]
 
@@ -147,6 +162,13 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     keeps_left = support.reads_left_from_shared_memory()
     options |= {"keeps_left": keeps_left}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
+    if regime == "decode":  # its block of queries holds them all
+        shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
+        found += itertools.starmap(Blocks, shapes)
+        fits = functools.partial(
+            tuning.shared_memory, kernel, heads=heads, itemsize=size
+        )
+        return [b for b in dict.fromkeys(found) if fits(b) <= limit]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
     left = tuning.LEFT[kernel] if half and keeps_left else 0
@@ -186,7 +208,8 @@ def lowered(
     if kernel == "forward":
         return programs.lower(_attention(problem, config), *arguments)
     # The residuals are the same whatever the blocks; only the tree knows of them.
-    inputs = [*problem.shape.structs()[:3], *problem.arrays.values()]
+    structs = jax.eval_shape(problem.rows, *problem.shape.structs())
+    inputs = [*structs[:3], *problem.arrays.values()]
     saving = _saving(problem, kernel, config)
     tree = jax.tree.structure(jax.eval_shape(saving, *inputs))
     wanted = {"dq": [0], "dkv": [1, 2], "dk": [1], "dv": [2], "dbias": [3]}[kernel]
@@ -200,7 +223,7 @@ def lowered(
 
 def _arguments(problem: Problem, kernel: str) -> list:
     """Of `lowered`: the inputs, or what a forward saved and the output's gradient."""
-    q, k, v, do = problem.shape.operands()
+    q, k, v, do = problem.rows(*problem.shape.operands())
     inputs = [q, k, v, *problem.arrays.values()]
     if kernel == "forward":
         return inputs
@@ -211,9 +234,10 @@ def _attention(problem: Problem, config: Config | None):
     """Of q, k, v and the problem's arrays."""
 
     def attention(q, k, v, *arrays):
+        offset = k.shape[1] - q.shape[1]
         return jax_flash2.attention(
-            *(q, k, v), is_causal=problem.shape.causal, config=config,
-            implementation="triton", **problem.static,
+            *(q, k, v), is_causal=problem.shape.causal, query_offset=offset,
+            implementation="triton", config=config, **problem.static,
             **dict(zip(problem.arrays, arrays, strict=True)),
         )  # fmt: skip
 
@@ -313,7 +337,7 @@ def write_table(path: Path, gpu: str, made: dict, chosen: dict) -> None:
     known = json.loads(path.read_text())["blocks"] if path.exists() else None
     blocks = copy.deepcopy(known or tables.table("triton", gpu))
     for (kernel, head_size, regime), found in chosen.items():
-        blocks[kernel][str(head_size)][regime] = found
+        blocks[kernel][str(tables.bucket(head_size))][regime] = found
     lines = []
     for kernel, heads in blocks.items():
         inner = (f'      "{h}": {json.dumps(regimes)}' for h, regimes in heads.items())

@@ -57,21 +57,18 @@ Starts = Mapping[str, Any]  # the first row of `t` and of `s` of a block
 lowering_context = contextlib.nullcontext
 
 
-def division(call: Call, /) -> tuple[str, ...]:
+def division(_: Call, /) -> tuple[str, ...]:
     """Nothing is divided: XLA's own kernels are its programs."""
-    del call
     return ()
 
 
-def unsupported(call: Call, /) -> str | None:
+def unsupported(_: Call, /) -> str | None:
     """None: this backend serves every call."""
-    del call
     return None
 
 
-def slower(call: Call, /) -> str | None:
-    """None: there is none faster that declined."""
-    del call
+def slower(_: Call, /) -> str | None:
+    """None: no other backend follows."""
     return None
 
 

@@ -31,12 +31,10 @@ from pallas_kernels import device
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Heads, Named, sizes
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.tables import FEW_ROWS
 
 PARTS = ("y", "z")
 
-# Rows of queries, heads of a group among them, up to which one block holds them all and
-# waits for keys and values.
-FEW_ROWS = 64
 # The next two were measured on an H200 (benchmarks/lab/062-division-of-work.md).
 # Programs for each multiprocessor that loops over heads are divided to make: some have
 # less to do than others, and those that are left over should be short. With half of

@@ -24,7 +24,7 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, sizes
 from pallas_kernels.core.mask import Range, divide
-from pallas_kernels.tables import pieces
+from pallas_kernels.tables import FEW_ROWS, pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Layout(abc.ABC):
             self.elements,
             math.prod(visited),
             few_rows=self._visited == ("s",)
-            and self.size["t"] <= self.rows["t"] <= division.FEW_ROWS,
+            and self.size["t"] <= self.rows["t"] <= FEW_ROWS,
             splits=splits,
         )
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import division
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
+from pallas_kernels.tables import FEW_ROWS
 
 
 def forward(
@@ -95,7 +96,7 @@ def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
     every block would wait for it, at half the speed, so that here zeros are written
     first (NVIDIA H200, 2026-11-23: benchmarks/lab/063-masked-keys.md).
     """
-    if spec.drops_pairs() and sizes([q])["t"] > division.FEW_ROWS:
+    if spec.drops_pairs() and sizes([q])["t"] > FEW_ROWS:
         return spec, *map(spec.without_dropped, rows)
     return spec.with_keys(), *rows
 

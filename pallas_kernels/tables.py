@@ -20,6 +20,9 @@ from pallas_kernels.core.spec import AttentionSpec
 
 TUNING = Path(__file__).parent / "tuning"
 HEADS = (64, 80, 96, 128, 192, 256, 512)  # sizes of head blocks that tables have
+# Rows of queries, heads of a group among them, up to which one block holds them all and
+# waits for keys and values.
+FEW_ROWS = 64
 # The GPU whose table serves those that have none: its blocks, where they fit.
 _DEFAULT_GPU = "NVIDIA H200"
 
@@ -32,6 +35,7 @@ REGIMES = {
     "heavy": "much arithmetic or one byte for every pair: a soft cap, a mask",
     "dropout": "bits made for every pair",
     "bias": "more bytes for every pair: a bias",
+    "decode": "at most 64 rows of queries and heads of a group, many keys for each",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
 }
@@ -55,6 +59,11 @@ def table(backend: str, gpu: str | None) -> dict:
     path = table_path(backend, gpu or _DEFAULT_GPU)
     path = path if path.exists() else table_path(backend, _DEFAULT_GPU)
     return json.loads(path.read_text())["blocks"]
+
+
+def bucket(head_size: int) -> int:
+    """The size in a table that serves a head size."""
+    return next(size for size in HEADS if head_size <= size)
 
 
 def padded(size: int) -> int:
@@ -86,13 +95,15 @@ def regime(operands, spec: AttentionSpec) -> str:
       operands: query, key and value, `Named`.
       spec: of `Named`.
     """
+    size = sizes(operands)
+    if size["t"] <= FEW_ROWS and 16 * size["t"] <= size["s"]:
+        return "decode"
     if pair_bytes(spec) > 1:
         return "bias"
     if spec.dropout is not None:
         return "dropout"
     if spec.score.soft_cap is not None or pair_bytes(spec):
         return "heavy"
-    size = sizes(operands)
     keys = spec.mean_keys(size["s"])
     if spec.is_sparse or 4 * keys <= size["s"]:
         return "short"

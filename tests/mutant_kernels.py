@@ -25,7 +25,7 @@ def of(file: str, *faults: tuple[str, ...]) -> list[Mutant]:
     return [Mutant(name, file, *rest) for name, *rest in faults]
 
 
-_ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
+_ROUNDED = "jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), {})"
 
 _TRITON = [
     *of(
@@ -62,21 +62,20 @@ _TRITON = [
         ),
         (
             "dv summed in bfloat16",
-            'sums["dv"] += flash2.dot(dropped, do_block, "nn", launch.precision)',
-            'sums["dv"] = (sums["dv"] + flash2.dot(dropped, do_block, "nn"))'
-            + _ROUNDED,
+            'sums["dv"] = flash2.added(sums["dv"], more)',
+            'sums["dv"] = ' + _ROUNDED.format('flash2.added(sums["dv"], more)'),
             SUMS,
         ),
         (
             "dk summed in bfloat16",
-            'sums["dk"] += flash2.dot(dz, q_block, "nn", launch.precision)',
-            'sums["dk"] = (sums["dk"] + flash2.dot(dz, q_block, "nn"))' + _ROUNDED,
+            'sums["dk"] = flash2.added(sums["dk"], more)',
+            'sums["dk"] = ' + _ROUNDED.format('flash2.added(sums["dk"], more)'),
             SUMS,
         ),
         (
             "dq summed in bfloat16",
-            'dq + flash2.dot(dz.astype(k.dtype), k_block, "nn", launch.precision)',
-            '(dq + flash2.dot(dz.astype(k.dtype), k_block, "nn"))' + _ROUNDED,
+            "return flash2.added(dq, more)",
+            "return " + _ROUNDED.format("flash2.added(dq, more)"),
             SUMS,
         ),
         (
@@ -101,8 +100,8 @@ _TRITON = [
         ),
         (
             "dq's products not as precise as asked for",
-            'k_block, "nn", launch.precision)',
-            'k_block, "nn")',
+            "k_block, launch.precision)",
+            "k_block)",
             PRECISION,
         ),
     ),
@@ -110,8 +109,8 @@ _TRITON = [
         "pallas_kernels/triton/forward.py",
         (
             "the output's product not as precise as asked for",
-            'flash2.dot(p, v_block, "nn", launch.precision)',
-            'flash2.dot(p, v_block, "nn")',
+            "flash2.times(p, v_block, launch.precision)",
+            "flash2.times(p, v_block)",
             PRECISION,
         ),
         (
@@ -122,7 +121,7 @@ _TRITON = [
         ),
         (
             "an output without dropout's scale",
-            "(o * spec.dropout_scale if spec.dropout else o)",
+            "(flash2.scaled(o, spec.dropout_scale) if spec.dropout else o)",
             "o",
             rule("dropout"),
         ),
@@ -237,9 +236,15 @@ _TRITON = [
         ),
         (
             "a head padded to too few elements",
-            "None if full == size else size",
+            "None if start + piece <= size else size",
             "None",
             rule("head_40"),
+        ),
+        (
+            "pieces of a head that begin anew",
+            "            start += piece\n",
+            "",
+            rule("head_80"),
         ),
     ),
     *of(
@@ -394,7 +399,7 @@ _PLAIN_JAX = [
         ),
         (
             "whole rows by their log-sum-exp",
-            'if plan.count("s") == 1:\n            p =',
+            "if is_whole:\n            p =",
             "if False:\n            p =",
             "tests/test_accumulate.py -k test_whole_rows_masked_by_numbers",
         ),

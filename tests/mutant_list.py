@@ -158,9 +158,9 @@ MUTANTS = [
         ),
         (
             "the forward summed in bfloat16",
-            "return State(m, add_row_sums(l, p), acc + product(p))",
-            "more = (acc + product(p)).astype(jnp.bfloat16).astype(acc.dtype); "
-            "return State(m, add_row_sums(l, p), more)",
+            "return State(m, add_row_sums(l, p), added(acc, product(p)))",
+            "new = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), "
+            "added(acc, product(p))); return State(m, add_row_sums(l, p), new)",
             SUMS,
         ),
         (
@@ -183,14 +183,14 @@ MUTANTS = [
         ),
         (
             "an old sum not scaled by a new maximum",
-            "== alpha.ndim else of_row)",
-            "== alpha.ndim else 1.0)",
+            "l = _scaled_rows(state.l, alpha, arithmetic) if",
+            "l = state.l if",
             rule("window"),
         ),
         (
             "an old sum without parts not scaled by a new maximum",
-            "l = state.l * (alpha if",
-            "l = state.l * (1.0 if",
+            "if in_parts else state.l * alpha",
+            "if in_parts else state.l",
             rule("window", backend="xla_blocks"),
         ),
         (

@@ -111,9 +111,9 @@ def step(
       arithmetic: the backend's.
     """
     top, alpha, p = update(state.m, scores, arithmetic)
-    acc = _scaled_rows(state.acc, alpha, arithmetic)
     in_parts = state.l.ndim > alpha.ndim
     l = _scaled_rows(state.l, alpha, arithmetic) if in_parts else state.l * alpha
+    acc = _scaled_rows(state.acc, alpha, arithmetic)
     return State(top, add_row_sums(l, p), added(acc, product(p)))
 
 

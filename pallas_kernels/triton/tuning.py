@@ -13,8 +13,7 @@ import dataclasses
 
 from pallas_kernels import tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
-from pallas_kernels.division import FEW_ROWS
-from pallas_kernels.tables import HEADS, padded
+from pallas_kernels.tables import padded
 
 # What is taken where the tuned blocks do not fit, by kernel and padded head
 # sizes up to the key: from the largest on. (block_q, block_kv, warps, stages)
@@ -56,10 +55,6 @@ _SMALLER = {
 # Elements of a row of key and of value whose gradients one kernel sums (NVIDIA H200,
 # 2026-11-23: benchmarks/lab/064-heads-in-pieces.md).
 _MOST_SUMMED = 320
-# Of the forward where a block holds all queries and keys are many: (block_kv, warps,
-# stages). Measured with one query of 4 and 8 heads to a group, head size 128 (NVIDIA
-# H200, 2026-11-23: benchmarks/lab/062-division-of-work.md).
-_FEW_QUERIES = (64, 2, 3)
 
 
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
@@ -122,11 +117,9 @@ def _candidates(
     gpu: str | None = None,
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
-    size, smaller = (
-        next(size for size in sizes if max(heads) <= size)
-        for sizes in (HEADS, _SMALLER[kernel])
-    )
-    tuned = tables.table("triton", gpu)[kernel][str(size)]
+    size = max(heads)
+    tuned = tables.table("triton", gpu)[kernel][str(tables.bucket(size))]
+    smaller = next(n for n in _SMALLER[kernel] if size <= n)
     regime = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
     names = [regime, "plain"] if itemsize == 2 else [regime]
@@ -176,9 +169,6 @@ def choose(
     if chosen is not None:
         return chosen
     found = _candidates(kernel, heads, itemsize, regime, gpu)
-    few = kernel == "forward" and 16 * rows[0] <= rows[1] and rows[0] <= FEW_ROWS
-    if few and max(heads) <= 128 and itemsize == 2:
-        found = [Blocks(64, *_FEW_QUERIES), *found]
     candidates = [
         blocks if keeps_left else dataclasses.replace(blocks, left_in_registers=0)
         for blocks in found
