@@ -38,14 +38,13 @@ from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
-# Most query rows and most pairs of a block on CPUs (128 to 512 rows are within 15 % of
-# each other: benchmarks/lab/033-the-xla-backend-on-a-cpu.md). Few queries have as many
-# pairs with more keys.
+# Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
+# many pairs with more keys.
 _ROWS = 256
 _PAIRS = _ROWS**2
-# Of all heads and batch entries elsewhere, where only products of large matrices are
-# fast (benchmarks/lab/065-head-size-512-through-xla.md). They take at most 1 GiB.
-_MOST_PAIRS = 2**26
+# Of all heads and batch entries elsewhere, where products of large matrices are fast,
+# for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
+_PAIRS_OF_GPUS = 2**17
 
 # Numbers of blocks are not below 0: JAX need not look.
 _COUNTED = {"allow_negative_indices": False}
@@ -82,11 +81,11 @@ def _on_cpu() -> bool:
     return device.platform() == "cpu"
 
 
-def _pairs(elements: list[int]) -> int:
+def _pairs(elements: list[int], head_size: int) -> int:
     """Most pairs of a block, for axes of batch and heads of such sizes."""
     if _on_cpu() or not all(isinstance(n, int) for n in elements):
         return _PAIRS
-    return max(_PAIRS, _MOST_PAIRS // max(1, math.prod(elements)))
+    return max(_PAIRS, _PAIRS_OF_GPUS * head_size // max(1, math.prod(elements)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +118,8 @@ class _Plan:
         if blocks is not None:
             most = {"t": blocks.block_q, "s": blocks.block_kv}
         else:
-            pairs = _pairs([size[a] for a in (*batch_axes(operands), "n") if a in size])
+            elements = [size[a] for a in (*batch_axes(operands), "n") if a in size]
+            pairs = _pairs(elements, max(size["h"], size["d"]))
             rows = math.isqrt(pairs)
             if unmasked and _ROWS * size["s"] <= pairs:
                 rows = pairs // size["s"]

@@ -55,6 +55,12 @@ def _let_go():
     jax.clear_caches()
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of the xla backend on any platform as on CPUs; on GPUs they are large."""
+    monkeypatch.setattr("jax_flash2._chunked._PAIRS_OF_GPUS", 0)
+
+
 def pytest_terminal_summary(terminalreporter):
     """How near the results came to what the error rule allows (`record_property`)."""
     found = [

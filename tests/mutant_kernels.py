@@ -384,6 +384,24 @@ _TRITON = [
 
 _PLAIN_JAX = [
     *of(
+        "pallas_kernels/triton/__init__.py",
+        (
+            "few rows of large heads left to XLA",
+            "largest > 256 and many",
+            "largest > 256",
+            "tests/test_errors.py -k leaves_a_call",
+        ),
+    ),
+    *of(
+        "pallas_kernels/passes.py",
+        (
+            "keys that a mask of pairs drops reach products",
+            "*map(spec.without_dropped, rows)",
+            "*rows",
+            "tests/test_attention.py -k 'masked_keys and rows-triton'",
+        ),
+    ),
+    *of(
         "jax_flash2/_chunked.py",
         (
             "dv of the loops without dropout's scale",

@@ -164,6 +164,12 @@ MUTANTS = [
             SUMS,
         ),
         (
+            "whole rows without the scores' unit",
+            "p = jnp.exp((x - top) * unit)",
+            "p = jnp.exp(x - top)",
+            "tests/test_attention.py -k whole_rows_as_gpus",
+        ),
+        (
             "parts merged without their maximum",
             "weight = jnp.exp(lse - m)",
             "weight = jnp.exp(lse)",

@@ -347,7 +347,7 @@ def check_masked_keys(name, options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
-def test_segments_do_not_touch_each_other(backend, change):
+def test_segments_do_not_touch_each_other(backend, change, small_blocks):
     """Other numbers change no bit of another segment; nor does NaN, a block away."""
     t = 512 if backend == "xla" or ON_GPU else 64
     border = t // 2 if change != "other numbers" else t // 2 - 5
@@ -396,7 +396,7 @@ def test_float64(name):
         np.testing.assert_allclose(x, exact[result], rtol=scale, atol=20 * scale)
 
 
-def test_bias_gradient_takes_the_memory_of_the_bias():
+def test_bias_gradient_takes_the_memory_of_the_bias(small_blocks):
     """Not that of every batch entry's own: [1, N, T, S], not [B, N, T, S]."""
     batch, n, t, h = 32, 1, 1024, 4
     x = jax.ShapeDtypeStruct((batch, t, n, h), jnp.float32)

@@ -230,7 +230,7 @@ def test_gradients_of_kernels_are_kernels_under_a_second_derivative():
 
 
 @pytest.mark.parametrize("second", ["forward", "reverse"])
-def test_memory_of_second_derivatives_is_linear(second):
+def test_memory_of_second_derivatives_is_linear(second, small_blocks):
     x = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
     def hessian_vector(q, vector):

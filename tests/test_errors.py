@@ -212,6 +212,30 @@ def test_slower_choice_on_a_gpu_is_said():
         lower_for_gpu(attention, x, x, x)
 
 
+def test_a_backend_leaves_a_call_to_one_that_is_faster():
+    """In silence, and not if it is asked for by name."""
+    x = jax.ShapeDtypeStruct((4, 2048, 1, 512), jnp.bfloat16)
+    few = jax.ShapeDtypeStruct((4, 512, 1, 512), jnp.bfloat16)
+    lines = []
+
+    def call(x, **options):
+        lines.append(explain(x, x, x, **options).splitlines())
+        return attention(x, x, x, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = lower_for_gpu(call, x)
+        assert "flash2_forward" not in text
+        assert lines[-1][0] == "implementation: xla"
+        assert any("slower: a block of head size 512" in line for line in lines[-1])
+        assert "flash2_forward" in lower_for_gpu(call, few)
+        window = functools.partial(call, local_window_size=64)
+        assert "flash2_forward" in lower_for_gpu(window, x)
+        named = functools.partial(call, implementation="triton")
+        assert "flash2_forward" in lower_for_gpu(named, x)
+        assert lines[-1][0] == "implementation: triton"
+
+
 def test_slower_choice_is_said_once():
     """Once for a line of the caller's code, however often it runs."""
     x = jax.ShapeDtypeStruct((1, 4, 1, 600), jnp.float32)

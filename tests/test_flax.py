@@ -116,7 +116,7 @@ def test_dropout(broadcast, backend):
     assert 0.4 < kept.mean() < 0.6
     assert np.all(kept == kept[:1, :, :1]) == broadcast
     without = call(q, q, v, deterministic=True)
-    np.testing.assert_allclose(without, 1 / T, atol=1e-5)
+    np.testing.assert_allclose(without, 1 / T, rtol=1e-3)  # TF32 on a GPU
 
 
 def test_dtypes_promote_and_bias_may_be_of_integers():

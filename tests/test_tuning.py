@@ -108,6 +108,16 @@ def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
         assert found == {regime}, problem.shape
 
 
+def test_pieces_hold_a_head_and_little_more():
+    known = {40: (64,), 72: (64, 16), 96: (64, 32), 112: (128,), 192: (128, 64)}
+    for size in range(1, 513):
+        pieces = tables.pieces(size)
+        assert size <= sum(pieces) <= tables.padded(size)
+        assert all(n == tables.padded(n) for n in pieces)
+        assert list(pieces) == sorted(pieces, reverse=True)
+        assert pieces == known.get(size, pieces)
+
+
 @pytest.mark.parametrize(("regime", "pair_bytes"), [("heavy", 1), ("bias", 2)])
 def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes):
     for head in (64, 128, 256):
