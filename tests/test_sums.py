@@ -20,7 +20,8 @@ ROUNDING = 2.0**-8  # twice bfloat16's: p and dz are rounded too, and the result
 
 
 _BLOCKS = Blocks(16, 16, 4, 1)
-_CONFIG = Config(**dict.fromkeys(KERNELS, _BLOCKS), interpret=not ON_GPU)
+# Undivided, so that one program sums them all.
+_CONFIG = Config(**dict.fromkeys(KERNELS, _BLOCKS), splits=1, interpret=not ON_GPU)
 # The kernels in loops of 256 blocks; the others have 16 larger ones.
 CALLS = {
     "xla": {"implementation": "xla"},
