@@ -74,6 +74,13 @@ class Problem:
         """Query, key, value and the output's gradient of the shape, for its queries."""
         return q[:, : self.queries], k, v, do[:, : self.queries]
 
+    def cut(self, blocks: Blocks) -> Blocks:
+        """As the library cuts a table's: no larger than the rows of a group need."""
+        if self.queries is None:
+            return blocks
+        rows = tables.padded(self.queries * self.shape.group)
+        return dataclasses.replace(blocks, block_q=min(blocks.block_q, rows))
+
 
 def problems(regime: str, head_size: int) -> list[Problem]:
     """What the blocks of a regime are chosen on."""
@@ -204,7 +211,7 @@ def lowered(
     problem: Problem, kernel: str, blocks: Blocks, arguments
 ) -> jax.stages.Lowered:
     """A pass that runs `kernel`, of the arguments that `_arguments` gives."""
-    config = Config(**{kernel: blocks})
+    config = Config(**{kernel: problem.cut(blocks)})
     if kernel == "forward":
         return programs.lower(_attention(problem, config), *arguments)
     # The residuals are the same whatever the blocks; only the tree knows of them.

@@ -13,8 +13,8 @@ every backend:
 
 The parts of a result are float32. They are put together in one order, so that the same
 inputs give the same bits: outputs by their log-sum-exps (`flash2.merge`), gradients by
-sums. Where the division is chosen here there are at most twelve tiles of parts for each
-multiprocessor, so that their memory does not grow with the call.
+sums. Where the division is chosen here there are at most sixteen tiles of parts for
+each multiprocessor, so that their memory does not grow with the call.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from pallas_kernels.tables import FEW_ROWS
 
 PARTS = ("y", "z")
 
-# The next two were measured on an H200 (benchmarks/lab/062-division-of-work.md).
-# Programs for each multiprocessor that loops over heads are divided to make: some have
-# less to do than others, and those that are left over should be short. With half of
-# them the parts would cost more than they bring.
-_WAVES = 6
+# The next three were measured on an H200 (benchmarks/lab/062-division-of-work.md).
+# Programs for each multiprocessor from which on parts would cost more than they bring.
+_ENOUGH = 3
+# And those that loops over heads are divided to make: some have less to do than others,
+# and those that are left over should be short.
+_WAVES = 8
 # Blocks of keys or queries that a part of a range has at least.
 _FEWEST_BLOCKS = 4
 
@@ -64,13 +65,19 @@ def parts(
         z = splits // y if blocks > 1 else 1
     else:
         gpu = device.multiprocessors()
-        y, z, wanted = 1, 1, _WAVES * gpu
-        if programs < wanted / 2:
-            y = -(-elements // max(1, elements * programs // wanted))
+        y = z = 1
+        if programs < _ENOUGH * gpu:
+            y = -(-elements // _run(elements, elements * programs // (_WAVES * gpu)))
         room = gpu * (2 if few_rows else 1)
         if programs * y < 0.8 * room:
             z = max(1, min(blocks // _FEWEST_BLOCKS, room // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
+
+
+def _run(elements: int, most: int) -> int:
+    """How many elements a part has: at most `most`, and all parts alike if they can."""
+    alike = (n for n in range(most, most // 2, -1) if elements % n == 0)
+    return next(alike, max(1, most))
 
 
 def check(splits: int | None, keys: int) -> None:
