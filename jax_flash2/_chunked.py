@@ -24,7 +24,6 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
-from pallas_kernels.core import mask as mask_lib
 from pallas_kernels.core.axes import (
     Axes,
     Heads,
@@ -36,6 +35,7 @@ from pallas_kernels.core.axes import (
 )
 from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.pairs import Pairs, Recomputed
+from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
 # Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
@@ -282,7 +282,7 @@ class _Plan:
             return x if isinstance(x, int) else reduce(x, tuple(range(x.ndim - 1)))
 
         # A query block that needs nothing visits one block in vain.
-        first = mask_lib.minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
+        first = minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
         end = of_all(needed.need_hi, jnp.max)
 
         def of(bounds, i):

@@ -23,7 +23,7 @@ from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, sizes
-from pallas_kernels.core.mask import Range, divide
+from pallas_kernels.core.ranges import Range, divide
 from pallas_kernels.tables import FEW_ROWS, pieces
 
 

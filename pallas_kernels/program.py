@@ -1,7 +1,7 @@
 """What the programs of every kernel do alike: their rows, their range, their mask.
 
 A program first loads what does not change along its loop, then folds a step over the
-blocks that its range names (`core.mask.Range.fold`).
+blocks that its range names (`core.ranges.Range.fold`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.core.mask import Range, everything
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.ranges import Range, everything
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Layout, Rows, load_tree
 
@@ -29,20 +29,43 @@ def query_program(
       The spec with everything loaded that does not vary along the keys, where the
       program's block lies, and the range of key blocks that it needs.
     """
-    block = layout.rows["t"]
+    spec, where, start = query_start(spec, layout)
+    spec, where = query_rows(spec, where, layout, start)
+    return spec, where, key_blocks(spec, where, layout, start)
+
+
+def query_start(
+    spec: AttentionSpec, layout: Layout
+) -> tuple[AttentionSpec, Where, Any]:
+    """The spec with its scalars loaded, where the program is, and its first row."""
     ids = layout.program_ids()
     i = ids.pop("t")
     if spec.later_rows_see_more:  # they start first
         i = layout.num_blocks["t"] - 1 - i
     where: Where = {"i": i, **ids}
     spec = load_tree(_with_end(spec, layout), ("t", "s"), where)
-    start = i * block
-    where["t"] = layout.rows_at("t", start, spec.q_limit(layout.size["t"]))
-    where |= _heads(layout)
-    spec = load_tree(spec, ("t", "s"), where)
+    return spec, where, i * layout.rows["t"]
+
+
+def query_rows(
+    spec: AttentionSpec, where: Where, layout: Layout, start, size: int | None = None
+) -> tuple[AttentionSpec, Where]:
+    """The spec with what varies along the rows from `start` loaded, and where they lie.
+
+    Args:
+      size: how many of the rows of a program; None for all.
+    """
+    rows = layout.rows_at("t", start, spec.q_limit(layout.size["t"]))
+    rows = rows if size is None else dataclasses.replace(rows, size=size)
+    where = {**where, "t": rows, **_heads(layout)}
+    return load_tree(spec, ("t", "s"), where), where
+
+
+def key_blocks(spec: AttentionSpec, where: Where, layout: Layout, start) -> Range:
+    """The range of key blocks that a program needs for its rows from `start`."""
     end = _end(layout, "t", start)
-    kv_blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
-    return spec, where, layout.own_blocks(where, kv_blocks)
+    blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
+    return layout.own_blocks(where, blocks)
 
 
 def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Where]:

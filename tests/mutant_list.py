@@ -95,6 +95,9 @@ MUTANTS = [
             "jnp.where(before & ~every, size, size)",
             COUNTS,
         ),
+    ),
+    *of(
+        "pallas_kernels/core/ranges.py",
         (
             "one full block walked as an edge",
             "return index < edges, edge",
@@ -303,7 +306,7 @@ MUTANTS = [
         ),
         (
             "padding is loaded",
-            "functools.reduce(mask_lib.minimum, limits, size)",
+            "functools.reduce(minimum, limits, size)",
             "size",
             "tests/test_attention.py -k 'padding_never and triton and nan'",
         ),

@@ -15,7 +15,8 @@ import pytest
 from jax_flash2 import Blocks
 from pallas_kernels import program
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Lengths, Range, SegmentIds, Window
+from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax_flash2 import Config, attention, explain
 from pallas_kernels import device, division
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Range
+from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests import tolerances

@@ -37,6 +37,7 @@ LAYERS = (
 CORE = (  # of the folder, likewise
     "arithmetic",
     "axes",
+    "ranges",
     "flash2",
     "score",
     "dropout",

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core import flash2
-from pallas_kernels.core import mask as mask_lib
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.mask import (
@@ -24,9 +23,10 @@ from pallas_kernels.core.mask import (
     DataDependent,
     DenseMask,
     Lengths,
-    Range,
     Window,
+    block_table,
 )
+from pallas_kernels.core.ranges import Range, divide, everything, minimum
 from pallas_kernels.core.score import Score
 
 
@@ -116,7 +116,7 @@ class AttentionSpec:
 
     def query_numbers(self, rows: Any) -> Any:
         """Which queries these rows are; the one for the other but for `repeat`."""
-        return rows if self.repeat == 1 else mask_lib.divide(rows, self.repeat)
+        return rows if self.repeat == 1 else divide(rows, self.repeat)
 
     def keep(self, q, kv) -> jax.Array | None:
         """Which pairs are kept, or None for all.
@@ -144,7 +144,7 @@ class AttentionSpec:
     def _limit(self, side: str, size: int, repeat: int = 1):
         lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
         limits = [n if repeat == 1 else n * repeat for n in lengths if n is not None]
-        return functools.reduce(mask_lib.minimum, limits, size)
+        return functools.reduce(minimum, limits, size)
 
     def with_end(self, kv_size: int) -> AttentionSpec:
         """Also masks key rows beyond the array, for a last block that overhangs it."""
@@ -172,7 +172,7 @@ class AttentionSpec:
         return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q)
 
     def _blocks(self, method, lo, hi, size: int, block: int) -> Range:
-        rows = mask_lib.everything(0, size)
+        rows = everything(0, size)
         for atom in self.masks:
             if not isinstance(atom, DataDependent):
                 rows = rows & getattr(atom, method)(lo, hi, self.start, size)
@@ -198,7 +198,7 @@ class AttentionSpec:
         if not relations:
             return self
         blocks = -(-kv_size // block_kv) if looped == "s" else -(-q_size // block_q)
-        table = mask_lib.block_table(relations, looped, blocks)
+        table = block_table(relations, looped, blocks)
         return dataclasses.replace(self, table=table)
 
     def _kept_keys(self) -> Named | None:
