@@ -168,10 +168,11 @@ def attention(
         `jax.lax.DotAlgorithmPreset`, attention uses the first of these that is at least
         as exact. For a pair, it uses the more exact half. Default:
         `jax.default_matmul_precision`.
-      implementation: "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
+      implementation: "mosaic_gpu" (Pallas kernels for Hopper; the gradients are those
+        of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
         any platform), "reference" (quadratic memory, for tests), or None for the first
-        of "triton" and "xla" that supports the call. A named implementation runs or
-        raises; it never falls back.
+        of these but the last that supports the call and is not known to be slower than
+        the next. A named implementation runs or raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
       return_residual: if True, also return the log-sum-exp of the scores.
 
@@ -192,8 +193,8 @@ def attention(
 
     Derivatives: every implementation supports reverse mode, and forward or reverse mode
     on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
-    with "reference". With "triton", the tangents of second derivatives run as "xla".
-    Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
+    with "reference". With kernels, the tangents of second derivatives run as "xla". Pure
+    forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
     derivatives require forward mode on top of second derivatives, or "reference".
 
     Example:

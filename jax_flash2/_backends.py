@@ -28,16 +28,19 @@ class Entry:
       platform: on which its kernels run, and elsewhere interpreted; None for any.
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are wrapped in a `custom_vjp`.
+      backward: the backend that makes the gradients, if it is another.
     """
 
     module: str
     platform: str | None = None
     has_tangents: bool = False
+    backward: str | None = None
 
 
 # From the fastest on. `implementation=None` picks the first that serves a call and is
 # not known to be slower than the next.
 BACKENDS = {
+    "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu", "cuda", backward="triton"),
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
@@ -53,6 +56,11 @@ def names() -> tuple[str, ...]:
 
 def module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name].module))
+
+
+def of_backward(name: str) -> str:
+    """The backend that makes the gradients of calls that `name` serves."""
+    return BACKENDS[name].backward or name
 
 
 def of_tangents() -> str:
@@ -83,7 +91,11 @@ def reason(name: str, call: Call) -> str | None:
         backend = module(name)
     except ImportError as error:
         return f"it cannot be imported: {error}"
-    return backend.unsupported(call)
+    why_not, other = backend.unsupported(call), of_backward(name)
+    if why_not is None and other != name:
+        why_not = reason(other, call.of_gradients())
+        return why_not and f"{other!r} makes its gradients: {why_not}"
+    return why_not
 
 
 def reasons(call: Call) -> dict[str, str | None]:

@@ -115,7 +115,7 @@ def _backward_rule(problem: Problem, operands):
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
     q, k, v, spec = problem.named([x.value for x in arrays])
     options = {"config": problem.config, "precision": problem.precision}
-    backend = _backends.module(problem.backend)
+    backend = _backends.module(_backends.of_backward(problem.backend))
     return backend.backward(q, k, v, spec, saved, outputs, **options)
 
 
@@ -126,11 +126,15 @@ class Operation:
       name: of the primitive.
       rule: of the problem and the operands, `Named` arrays; returns the results.
       outputs: of the same, the operands may be shape structs; returns shape structs.
+      backend: of the name of a call's backend; returns that of the rule's.
       primitive: for differentiation rules.
     """
 
-    def __init__(self, name: str, rule: Callable, outputs: Callable):
+    def __init__(
+        self, name: str, rule: Callable, outputs: Callable, backend: Callable = str
+    ):
         self.name, self.rule, self.outputs = name, rule, outputs
+        self.backend = backend
         self.primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._implementation)
@@ -142,10 +146,13 @@ class Operation:
         marker = _sharding.needs_devices() if _sharding.divisible(arrays) else None
         return self.primitive.bind(*arrays, problem=problem, axes=axes, marker=marker)
 
+    def _context(self, problem: Problem):
+        return _backends.lowering_context(self.backend(problem.backend))
+
     def _implementation(self, *arrays, problem, axes, marker=None):
         del marker
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
-        with _backends.lowering_context(problem.backend):
+        with self._context(problem):
             return list(self.rule(problem, list(map(Named, arrays, axes))))
 
     def _abstract_eval(self, *avals, problem, axes, marker):
@@ -196,12 +203,14 @@ class Operation:
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
         params = {"problem": problem, "axes": axes, "marker": marker}
-        with _backends.lowering_context(problem.backend), scope:
+        with self._context(problem), scope:
             return lower(context, *operands, **params)
 
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)
-BACKWARD = Operation("flash2_backward", _backward_rule, backward_outputs)
+BACKWARD = Operation(
+    "flash2_backward", _backward_rule, backward_outputs, _backends.of_backward
+)
 
 
 # Names for `jax.checkpoint_policies.save_only_these_names`.

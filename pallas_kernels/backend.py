@@ -82,6 +82,13 @@ class Call:
         """Whether the caller asks for interpreted kernels."""
         return self.config is not None and self.config.interpret
 
+    def of_gradients(self) -> Call:
+        """For a backend that makes the gradients only."""
+        if self.config is None:
+            return self
+        config = dataclasses.replace(self.config, forward=None)
+        return dataclasses.replace(self, config=config)
+
     @property
     def gradients(self) -> tuple[str, ...]:
         """Names of what has a gradient, beside query, key and value."""

@@ -15,9 +15,11 @@ class Blocks:
     """How one kernel cuts its work.
 
     Attributes:
-      block_q: query rows of a block, a power of two from 16.
-      block_kv: key rows of a block, a power of two from 16.
-      num_warps: warps (of 32 threads) that share a block: 1, 2, 4, 8 or 16.
+      block_q: query rows of a block, a multiple of 16. The Triton kernels want a power
+        of two, here and below; the Mosaic GPU kernels 64, 128 or 192.
+      block_kv: key rows of a block, a multiple of 16.
+      num_warps: warps (of 32 threads) that share a block, 1 to 16. The Mosaic GPU
+        kernels want 4 for each 64 query rows.
       num_stages: depth of the software pipeline of loads, at least 1.
       max_registers: most registers of a thread, a multiple of 8 from 24 to 248; None
         lets the compiler choose. A multiprocessor has 65,536 registers: fewer for each
@@ -50,14 +52,12 @@ class Blocks:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, got {value!r}")
-        for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
+        for name in ("block_q", "block_kv"):
             value = getattr(self, name)
-            if value < smallest or value & (value - 1):
-                raise ValueError(
-                    f"{name} must be a power of two >= {smallest}, got {value!r}"
-                )
-        if self.num_warps > 16:
-            raise ValueError(f"num_warps must be at most 16, got {self.num_warps}")
+            if value < 16 or value % 16:
+                raise ValueError(f"{name} must be a multiple of 16, got {value!r}")
+        if not 1 <= self.num_warps <= 16:
+            raise ValueError(f"num_warps must be from 1 to 16, got {self.num_warps}")
         if self.num_stages < 1:
             raise ValueError(f"num_stages must be an int >= 1, got {self.num_stages!r}")
         most = self.max_registers

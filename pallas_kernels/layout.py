@@ -178,6 +178,12 @@ def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
     return jax.tree.map(load, tree)
 
 
+def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeStruct:
+    """A result's struct for a kernel, which inside `shard_map` must say more."""
+    axes = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axes)
+
+
 # The axis whose blocks a kernel's programs own, and the head axis of its grid; those of
 # "dbias" own what its result has.
 _OWN = {
@@ -238,10 +244,15 @@ class Layout(abc.ABC):
         *,
         own: tuple[str, ...] = (),
         looped: tuple[str, ...] = (),
+        **more: Any,
     ) -> Self:
-        """The layout of one of `configs.KERNELS`; `own` and `looped` of "dbias"."""
+        """The layout of one of `configs.KERNELS`; `own` and `looped` of "dbias".
+
+        Args:
+          more: of a backend's own layout.
+        """
         parallel, heads = _OWN.get(kernel, (own, "n"))
-        options = {"blocks": launch.blocks, "splits": launch.splits}
+        options = {"blocks": launch.blocks, "splits": launch.splits, **more}
         return cls(operands, parallel=parallel, heads=heads, looped=looped, **options)
 
     def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:

@@ -303,6 +303,7 @@ CASES = [
     Case("head_96", h=96, d=96, t=17, s=20),
     Case("head_160", _with(is_causal=True), h=160, d=160, t=17, s=20),
     Case("head_192_128", _with(is_causal=True), h=192, d=128, t=20, s=20),
+    Case("head_64_256", h=64, d=256, t=20, s=20),
     Case("head_256", _with(is_causal=True), h=256, d=256, t=20, s=20),
     Case("head_256_few_queries", t=5, h=256, d=256),
     Case("head_320_512", h=320, d=512, t=20, s=20),
@@ -367,13 +368,16 @@ SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
 INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
-# How each backend is called here: compiled kernels on a GPU, interpreted elsewhere.
+# With tests of its own (test_mosaic_gpu): Hopper only, and elements of two bytes.
+APART = ("mosaic_gpu",)
+# How each other one is called here: compiled kernels on a GPU, interpreted elsewhere.
 BACKENDS = {
     name: {
         "implementation": name,
         **({"config": INTERPRETED} if entry.platform and not ON_GPU else {}),
     }
     for name, entry in reversed(_backends.BACKENDS.items())
+    if name not in APART
 }
 # The xla backend also with many small blocks.
 WITH_BLOCKS = {

@@ -22,6 +22,7 @@ LAYERS = (
     ("pallas_kernels/program.py",),
     ("pallas_kernels/passes.py",),
     ("pallas_kernels/triton",),
+    ("pallas_kernels/mosaic_gpu",),
     ("jax_flash2/_version.py",),
     ("jax_flash2/_backends.py",),
     ("jax_flash2/_chunked.py",),
@@ -46,7 +47,11 @@ CORE = (  # of the folder, likewise
     "pairs",
 )
 # Nothing else imports a backend: they are modules of a list (`jax_flash2._backends`).
-BACKENDS = {"jax_flash2._chunked", "pallas_kernels.triton"}
+BACKENDS = {
+    "jax_flash2._chunked",
+    "pallas_kernels.mosaic_gpu",
+    "pallas_kernels.triton",
+}
 PALLAS = "jax.experimental.pallas"
 
 
@@ -123,9 +128,9 @@ def test_imports_inside_core_run_one_way():
 
 def test_no_file_imports_a_backend():
     for path in packages():
-        found = modules_imported(path)
-        if not module_of(path).startswith("pallas_kernels.triton"):
-            assert not any(m.startswith(tuple(BACKENDS)) for m in found), path
+        own = module_of(path)
+        others = tuple(name for name in BACKENDS if not own.startswith(name))
+        assert not any(m.startswith(others) for m in modules_imported(path)), path
 
 
 def test_only_backends_need_more_than_jax():
@@ -136,7 +141,7 @@ def test_only_backends_need_more_than_jax():
             if first not in sys.stdlib_module_names:
                 assert first in {*RUNTIME, "jax_flash2", "pallas_kernels"}, where
             if module.startswith(PALLAS):
-                assert path.parent.name == "triton", where
+                assert path.parent.name in ("triton", "mosaic_gpu"), where
 
 
 def test_core_is_jax_numpy_and_lax_only():
@@ -164,7 +169,7 @@ def _output(code: str, **environment) -> list[str]:
 
 
 def _gpu_modules(names) -> list[str]:
-    kernels = ("pallas_kernels.triton", PALLAS)
+    kernels = ("pallas_kernels.mosaic_gpu", "pallas_kernels.triton", PALLAS)
     return [m for m in names if m.startswith(kernels)]
 
 
@@ -182,7 +187,7 @@ def test_a_call_on_a_cpu_loads_no_kernels():
 
 
 def test_without_the_triton_backend_every_call_works():
-    """Should JAX drop what is deprecated: also on a GPU, and the reason is said."""
+    """Should JAX drop what is deprecated: also on a GPU, and the reasons are said."""
     block = "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
     on_gpu = "from pallas_kernels import device; device.platform = lambda: 'cuda'\n"
     assert _output(block + CALL + "print('done')") == ["done"]

@@ -284,7 +284,7 @@ WRONG = {
     "implementation": (
         {"implementation": "cuda"},
         VALUE,
-        ["implementation", "cuda", "triton", "xla"],
+        ["implementation", "cuda", "mosaic_gpu", "triton", "xla"],
     ),
     "implementation_list": (
         {"implementation": ["xla"]},

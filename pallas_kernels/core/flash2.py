@@ -134,10 +134,10 @@ def update(
     lowest = jnp.finfo(here.dtype).min
     here = jnp.where(largest == -jnp.inf, largest, jnp.maximum(here, lowest))
     top = jnp.maximum(m, here)
-    alpha = arithmetic.exp2(m, 1.0, _finite(top))
+    alpha = arithmetic.exp2(m, 1.0, finite(top))
     # From the block's own maximum first: that is exactly 0 there, however large it is.
-    shift = _finite(top) - _finite(here)
-    x = x - arithmetic.along(_finite(largest), -2, x.shape)
+    shift = finite(top) - finite(here)
+    x = x - arithmetic.along(finite(largest), -2, x.shape)
     p = arithmetic.exp2(x, scale, arithmetic.along(shift, -2, x.shape))
     return top, alpha, p
 
@@ -154,7 +154,7 @@ def accumulate(
     not know that an m of -inf stood for 0.
     """
     m, l, acc = state
-    shift = arithmetic.along(_finite(m), -2, scores.x.shape)
+    shift = arithmetic.along(finite(m), -2, scores.x.shape)
     p = probabilities(scores, shift, arithmetic)
     return State(m, add_row_sums(l, p), added(acc, product(p)))
 
@@ -179,14 +179,14 @@ def in_range(state: State, dtype) -> jax.Array:
     kind = jnp.finfo(dtype)
     largest = float(kind.max)
     narrow = largest < 2.0**30
-    m = jnp.abs(state.m if narrow else _finite(state.m))
+    m = jnp.abs(state.m if narrow else finite(state.m))
     wide = 2.0**18 if kind.bits > 16 else 2.0**30
     limit = largest / 2 if narrow else wide
     l = state.total
     return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
 
 
-def _finite(m: jax.Array) -> jax.Array:
+def finite(m: jax.Array) -> jax.Array:
     """m, or 0 where nothing has been kept: -inf - -inf would be NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
@@ -204,7 +204,7 @@ def finish(
         broadcasts against rows, or has an axis of size 1 after theirs.
       arithmetic: the backend's.
     """
-    m, l, acc = _finite(state.m), state.total, state.acc
+    m, l, acc = finite(state.m), state.total, state.acc
     empty = l == 0.0
     if sink is not None:
         sink = jnp.squeeze(sink, -1) if sink.ndim > m.ndim else sink
@@ -238,7 +238,7 @@ def merge(
     Returns:
       o [*rows, value head size] and lse [*rows].
     """
-    m = _finite(jnp.max(lse, axis=0))
+    m = finite(jnp.max(lse, axis=0))
     empty = jnp.all(lse == -jnp.inf, axis=0)
     m = m if sink is None else jnp.where(empty, m, jnp.maximum(m, sink))
     weight = jnp.exp(lse - m)

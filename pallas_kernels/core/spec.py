@@ -208,6 +208,25 @@ class AttentionSpec:
         axes = tuple(dict.fromkeys(a for x in kept for a in x.axes))
         return Named(functools.reduce(operator.and_, (x.to(axes) for x in kept)), axes)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether a boolean array says which pairs are kept."""
+        return any(isinstance(atom, DenseMask) for atom in self.masks)
+
+    def without_padding(self, x: Named) -> Named:
+        """Rows of keys or values, with 0 in those beyond a length (`Named` fields).
+
+        For kernels that load whole blocks: 0 times NaN would be NaN.
+        """
+        for atom in self.masks:
+            if isinstance(atom, Lengths) and atom.key_value is not None:
+                limit, x = atom.key_value.squeezed(), x.squeezed()
+                rows = Named(jnp.arange(x.shape[x.axes.index("s")]), ("s",))
+                axes = (*(a for a in limit.axes if a not in x.axes), *x.axes)
+                kept = rows.to(axes) < limit.to(axes)
+                x = Named(jnp.where(kept, x.to(axes), jnp.zeros((), x.dtype)), axes)
+        return x
+
     def drops_pairs(self) -> bool:
         """Whether a mask may drop a key for one query and keep it for another."""
         masks = (a.mask.squeezed() for a in self.masks if isinstance(a, DenseMask))

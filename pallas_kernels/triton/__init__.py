@@ -41,6 +41,10 @@ def unsupported(call: Call, /) -> str | None:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
     heads = _head_blocks([call.key, call.value])
     for kernel in tuning.kernels(heads):
+        blocks = call.config and call.config.blocks(kernel)
+        odd = tuning.no_power_of_two(blocks) if blocks else None
+        if odd is not None:
+            return f"{odd} of Config.{kernel} is no power of two"
         need = tuning.smallest(kernel, heads, jnp.dtype(call.dtype).itemsize)
         limit = device.shared_memory_limit()
         if not call.interpret and need > limit:

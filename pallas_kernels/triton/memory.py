@@ -167,7 +167,7 @@ def call(
         grid=grid.grid,
         in_specs=list(specs[: len(operands)]),
         out_specs=list(specs[len(operands) :]),
-        out_shape=[support.varying_like(x.value, operands[0].value) for x in outputs],
+        out_shape=[layout.varying_like(x.value, operands[0].value) for x in outputs],
         blocks=launch.blocks,
         interpret=launch.interpret,
         name=name,

@@ -36,12 +36,6 @@ def reads_left_from_shared_memory() -> bool:
     return device.capability() // 10 == 9
 
 
-def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeStruct:
-    """A result's struct for `pallas_call`, which inside `shard_map` must say more."""
-    axes = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axes)
-
-
 def pallas_call(kernel, *, blocks: configs.Blocks, interpret: bool, **kwargs):
     params = plgpu.CompilerParams(
         num_warps=blocks.num_warps, num_stages=blocks.num_stages

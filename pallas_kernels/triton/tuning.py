@@ -55,6 +55,7 @@ _SMALLER = {
 # Elements of a row of key and of value whose gradients one kernel sums (NVIDIA H200,
 # 2026-11-23: benchmarks/lab/064-heads-in-pieces.md).
 _MOST_SUMMED = 320
+_LARGEST_SUMMED = 192  # the largest head size of that kernel's table
 
 
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
@@ -62,8 +63,18 @@ def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
 
     The gradients of key and value come from one kernel, or one each for large heads.
     """
-    unused = ("dkv",) if sum(heads) > _MOST_SUMMED else ("dk", "dv")
+    apart = sum(heads) > _MOST_SUMMED or max(heads) > _LARGEST_SUMMED
+    unused = ("dkv",) if apart else ("dk", "dv")
     return tuple(kernel for kernel in KERNELS if kernel not in unused)
+
+
+def no_power_of_two(blocks: Blocks) -> str | None:
+    """A field of the blocks that a kernel cannot have, or None."""
+    for name in ("block_q", "block_kv", "num_warps"):
+        value = getattr(blocks, name)
+        if value & (value - 1):
+            return f"{name}={value}"
+    return None
 
 
 # Bytes, at most, that an element of float32 took of some 30 configurations whose

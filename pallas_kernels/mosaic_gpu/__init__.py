@@ -1,0 +1,91 @@
+"""Backend "mosaic_gpu": Pallas kernels for Hopper that lower to Mosaic GPU."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.backend import Call
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core.axes import batch_axes, sizes
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_HEAD_SIZE = 256
+
+lowering_context = support.lowering_context
+
+
+def unsupported(call: Call, /) -> str | None:
+    """Why this backend cannot serve a call here and now, or None."""
+    spec = call.spec
+    if call.interpret:
+        return "its kernels are not interpreted"
+    if device.capability() != 90:
+        return f"compute capability {device.capability() / 10} is not 9.0 (Hopper)"
+    if call.dtype not in DTYPES:
+        return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if call.is_symbolic:
+        return "the kernels need static sizes, and this call has a symbolic one"
+    largest = max(call.head_sizes)
+    if largest > MAX_HEAD_SIZE:
+        return f"head size {largest} is above {MAX_HEAD_SIZE}"
+    spec, config = call.spec, call.config
+    for feature, has in (
+        ("bias", spec.score.bias is not None),
+        ("dropout", spec.dropout is not None),
+        ("mask array", spec.is_dense),
+    ):
+        if has:
+            return f"the kernels have no {feature}"
+    if config is not None and config.splits not in (None, 1):
+        return f"Config(splits={config.splits}): the kernels' programs are not divided"
+    blocks = None if config is None else config.forward
+    return None if blocks is None else tuning.unfit(blocks, _heads(call))
+
+
+def slower(call: Call, /) -> str | None:
+    """Why the next backend is faster for a call that this one serves, or None."""
+    if call.config is not None and call.config.forward is not None:
+        return None
+    return tuning.slower(call, _programs(call))
+
+
+def _heads(call: Call) -> tuple[int, int]:
+    key, value = map(memory.head_elements, call.head_sizes)
+    return key, value
+
+
+def _blocks(call: Call) -> Blocks:
+    chosen = None if call.config is None else call.config.forward
+    keys = call.spec.mean_keys(call.size["s"])
+    return chosen or tuning.choose(_heads(call), keys)
+
+
+def _programs(call: Call) -> float:
+    """Of the forward kernel, for each multiprocessor."""
+    size = call.size
+    heads = [size[name] for name in (*batch_axes(call.operands), "n") if name in size]
+    blocks = -(-size["t"] // _blocks(call).block_q)
+    return blocks * math.prod(heads) / device.multiprocessors()
+
+
+def division(call: Call, /) -> tuple[str, ...]:
+    """How the work of a call is divided: it is not."""
+    del call
+    return ()
+
+
+def forward(q, k, v, spec, outputs, *, config, precision):
+    """Output and log-sum-exp (`backend.Backend`)."""
+    blocks = _blocks(Call(q, k, v, spec, config, precision))
+    size = sizes([q, k])
+    rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
+    spec = spec.with_table("s", *rows)
+    v = spec.without_padding(v)
+    launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
+    return forward_kernel(q, k, v, spec, outputs, launch=launch)

@@ -1,0 +1,191 @@
+"""From named axes to Mosaic GPU programs: where rows lie in an array, and the launch.
+
+Operands stay in global memory. Tiles of rows and head elements come by TMA
+(`View.rows`), scalars and vectors by ordinary loads (`View.load`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import layout
+from pallas_kernels.core.axes import Named
+from pallas_kernels.layout import Rows
+from pallas_kernels.mosaic_gpu import support
+
+_HEADS = ("h", "d")
+# What TMA copies to and from tiles comes in multiples of these.
+_TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class View(layout.View):
+    """A Ref in global memory.
+
+    Attributes:
+      block: the sizes of blocks of `t` and `s`, by which vectors become blocks.
+    """
+
+    block: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def at(self, where: Mapping[str, Any]):
+        """The part at `where`, as TMA copies it: rows, and all of their head elements.
+
+        What lies beyond the end of an axis is read as 0 and not written.
+        """
+        return self.ref.at[tuple(self._place(name, where) for name in self.axes)]
+
+    def _place(self, name: str | None, where: Mapping[str, Any]):
+        if name is None:
+            return 0
+        at = slice(None) if name in _HEADS else where[name]
+        return pl.ds(at.start, at.size) if isinstance(at, Rows) else at
+
+    def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
+        raise NotImplementedError("tiles come by TMA")
+
+    def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
+        raise NotImplementedError("tiles go by TMA")
+
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ):
+        """A scalar, or a vector of rows, as a block with axes `order`."""
+        del padding
+        kept = [name for name in self.axes if isinstance(where[name], Rows)]
+        if not kept:
+            return self.ref[tuple(where[name] for name in self.axes)]
+        (name,) = kept
+        shape = tuple(self.block[a] for a in order)
+        axis = order.index(name)
+        vector = support.load_vector(self.at(where), axis)
+        return support.ARITHMETIC.along(vector, axis - len(order), shape)
+
+
+class Layout(layout.Layout):
+    """A flat grid: programs of one block and its heads, or of one head and its blocks.
+
+    Args:
+      blocks_last: whether programs of the same block run side by side, those of the
+        next block after them; else those of the same head and batch entry.
+    """
+
+    def __init__(self, operands, *, blocks_last: bool = False, **arguments):
+        super().__init__(operands, **arguments)
+        pairs = list(zip(self.names, self.grid, strict=True))
+        own = [pair for pair in pairs if pair[0] in self.num_blocks]
+        others = [pair for pair in pairs if pair[0] not in self.num_blocks]
+        self._fastest_first = others + own if blocks_last else own + others
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def program_ids(self) -> dict[str, jax.Array]:
+        rest = lax.axis_index("program")
+        ids = {}
+        *first, (last, _) = self._fastest_first
+        for name, size in first:
+            ids[name] = lax.rem(rest, jnp.int32(size))
+            rest = lax.div(rest, jnp.int32(size))
+        ids[last] = rest
+        if "n" in ids:
+            ids["k"] = lax.div(ids["n"], jnp.int32(self.group))
+        return ids
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _as_copied(x: Named, block: Mapping[str, int]) -> Named:
+    """An array or shape struct as kernels take it: a copy, if it is not so already.
+
+    TMA wants head elements last, and axes in multiples of its tiles. Vectors are loaded
+    and stored in whole blocks.
+
+    Args:
+      x: the operand or the result.
+      block: sizes of the blocks of `t` and `s`.
+    """
+    heads = tuple(name for name in x.axes if name in _HEADS)
+    multiple = _TILES if heads else block
+    axes = (*(name for name in x.axes if name not in heads), *heads)
+    sizes = dict(zip(x.axes, x.shape, strict=True))
+    more = [_padded(sizes[a], multiple.get(a, 1)) - sizes[a] for a in axes]
+    if isinstance(x.value, jax.ShapeDtypeStruct):
+        shape = [sizes[a] + n for a, n in zip(axes, more, strict=True)]
+        return Named(jax.ShapeDtypeStruct(shape, x.dtype), axes)
+    x = x if axes == x.axes else x.ordered(axes)
+    return Named(jnp.pad(x.value, [(0, n) for n in more]), axes) if any(more) else x
+
+
+def head_elements(size: int) -> int:
+    """Of a tile in shared memory, for a head size."""
+    return _padded(size, _TILES["h"])
+
+
+def call(
+    kernel: Callable,
+    grid: Layout,
+    inputs,
+    outputs: tuple[Named, ...],
+    *,
+    block: Mapping[str, int],
+    scratch,
+    warpgroups: int,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
+
+    Args:
+      inputs: a tree of `Named` arrays.
+      outputs: shape structs.
+      block: of every `View`.
+      scratch: a tree of shared memory and barriers.
+      warpgroups: of a program.
+      name: of the kernel in profiles.
+    """
+    leaves, tree = jax.tree.flatten(inputs)
+    operands = [_as_copied(x.squeezed(), grid.rows) for x in leaves]
+    results = [_as_copied(x, grid.rows) for x in outputs]
+    shared, shared_tree = jax.tree.flatten(
+        scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier)
+    )
+
+    def body(*refs):
+        axes = [x.axes for x in (*operands, *results)]
+        views = [View(ref, a, block) for ref, a in zip(refs, axes, strict=False)]
+        own = shared_tree.unflatten(refs[len(axes) :])
+        kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
+
+    body.__name__ = body.__qualname__ = name
+    found = plgpu.kernel(
+        body,
+        out_type=[layout.varying_like(x.value, operands[0].value) for x in results],
+        scratch_types=shared,
+        grid=(grid.programs,),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=support.compiler_params(),
+    )(*(x.value for x in operands))
+    named = (Named(x, y.axes) for x, y in zip(found, results, strict=True))
+    return tuple(_as_wanted(x, y) for x, y in zip(named, outputs, strict=True))
+
+
+def _as_wanted(x: Named, output: Named) -> jax.Array:
+    """A result without its padding, and with its axes in order."""
+    size = dict(zip(output.axes, output.shape, strict=True))
+    part = tuple(slice(size[name]) for name in x.axes)
+    value = x.value if x.shape == tuple(size[a] for a in x.axes) else x.value[part]
+    return value if x.axes == output.axes else Named(value, x.axes).to(output.axes)

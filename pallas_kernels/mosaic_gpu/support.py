@@ -1,0 +1,118 @@
+"""What differs between JAX versions, and the GPU's own instructions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.core.arithmetic import Arithmetic
+
+WARPGROUP = 128  # threads
+_LOADS_BY_INDEX = jax.__version_info__ < (0, 11)
+
+# A tile in shared memory as TMA writes it and wgmma reads it: bytes of a row of a
+# swizzled part, and so the multiple that rows are padded to.
+_SWIZZLES = (128, 64, 32)
+
+
+@contextlib.contextmanager
+def lowering_context():
+    """In which kernels are traced and lowered: indices have 32 bits."""
+    with jax.enable_x64(False):
+        yield
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        approx_math=True,
+        unsafe_no_auto_barriers=True,  # kernels place their own
+    )
+
+
+def swizzle(row: int, itemsize: int) -> int:
+    """Bytes of the widest swizzle whose multiple a row of so many elements is."""
+    return next(n for n in _SWIZZLES if row * itemsize % n == 0)
+
+
+def tile(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
+    """A tile (or several) in shared memory, for TMA and wgmma."""
+    itemsize = jnp.dtype(dtype).itemsize
+    width = swizzle(shape[-1], itemsize)
+    transforms = (
+        plgpu.TilingTransform((8, width // itemsize)),
+        plgpu.SwizzleTransform(width),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def transposed(ref):
+    """A tile in shared memory as a product reads its transpose."""
+    return plgpu.transpose_ref(ref, (1, 0)) if _LOADS_BY_INDEX else ref.T
+
+
+def load_vector(ref, axis: int):
+    """A vector, dealt to threads as the rows (`axis` 0) or columns of products are."""
+    index = ((),) if _LOADS_BY_INDEX else ()
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """Operands must have equal shapes."""
+    return lax.broadcast_in_dim(x, shape, (len(shape) + axis,))
+
+
+def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
+    return start + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+
+
+class Turns:
+    """Warpgroups that take turns: each issues its products while the others compute.
+
+    Named barriers of the GPU (PTX `bar`); 0 is the block's own and the next ones are
+    the warpgroups', so these come after them. They only order what would be right in
+    any order.
+
+    Args:
+      count: of the warpgroups that take turns, the first ones.
+      warpgroups: all of the kernel.
+    """
+
+    def __init__(self, count: int, warpgroups: int):
+        self.count = count
+        self._first = warpgroups + 1
+
+    def _barrier(self, instruction: str, number) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+        def issue(_, number):
+            text = f"bar.{instruction} $0, {2 * WARPGROUP};"
+            nothing = ir.Type.parse("!llvm.void")
+            numbers = [number.registers[()]]
+            llvm.inline_asm(nothing, numbers, text, "r", has_side_effects=True)
+
+        issue(jnp.int32(self._first) + number)
+
+    def start(self, me) -> None:
+        """Once, by every warpgroup: the first has the first turn."""
+
+        @pl.when(me == self.count - 1)
+        def _():
+            self._barrier("arrive", jnp.int32(0))
+
+    def wait(self, me) -> None:
+        """Until it is this warpgroup's turn."""
+        self._barrier("sync", me)
+
+    def pass_on(self, me) -> None:
+        self._barrier("arrive", lax.rem(me + 1, jnp.int32(self.count)))

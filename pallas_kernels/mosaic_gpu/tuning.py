@@ -1,0 +1,86 @@
+"""Blocks of the Mosaic GPU kernels, and which calls they serve faster than others.
+
+Measured on an NVIDIA H200 (benchmarks/lab/066-mosaic-gpu-forward.md).
+"""
+
+from __future__ import annotations
+
+from pallas_kernels.backend import Call
+from pallas_kernels.configs import Blocks
+
+# Query rows of a warpgroup's products: a block of them for each warpgroup.
+ROWS = 64
+MOST_WARPGROUPS = 3
+SHARED_MEMORY = 227 << 10
+# What barriers and the alignment of tiles take of it at most.
+_BESIDES = 4 << 10
+
+# By the largest head size that they are for: of many keys, and of few.
+_FORWARD = {
+    64: (Blocks(192, 128, 12, 4), Blocks(128, 128, 8, 2)),
+    128: (Blocks(128, 128, 8, 2), Blocks(128, 128, 8, 2)),
+    256: (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2)),
+}
+_MANY_KEYS = 4096
+
+
+def choose(heads: tuple[int, int], keys: int) -> Blocks:
+    """Blocks of the forward kernel.
+
+    Args:
+      heads: sizes of a head of key and value.
+      keys: how many a query looks at, about.
+    """
+    many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
+    return many if keys >= _MANY_KEYS else few
+
+
+def shared_memory(blocks: Blocks, heads: tuple[int, int]) -> int:
+    """Bytes that a program's tiles need, for elements of two bytes."""
+    own = heads[0] if heads[0] == heads[1] else sum(heads)
+    tiles = blocks.block_q * own + blocks.num_stages * blocks.block_kv * sum(heads)
+    return 2 * tiles + 4 * blocks.block_q + _BESIDES
+
+
+def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
+    """Why the forward kernel cannot have these blocks, or None."""
+    warpgroups, rest = divmod(blocks.block_q, ROWS)
+    if rest or not 1 <= warpgroups <= MOST_WARPGROUPS:
+        return f"block_q={blocks.block_q} is not 64, 128 or 192"
+    each = f"each {ROWS} rows of block_q={blocks.block_q}"
+    if blocks.num_warps != 4 * warpgroups:
+        return f"num_warps={blocks.num_warps} is not 4 for {each}"
+    if blocks.num_stages < warpgroups:
+        return f"num_stages={blocks.num_stages} is less than one for {each}"
+    if blocks.block_kv not in (64, 128, 192, 256):
+        return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
+    need = shared_memory(blocks, heads)
+    if need > SHARED_MEMORY:
+        return f"{blocks} needs {need >> 10} KiB of shared memory, more than 227"
+    for name in ("max_registers", "left_in_registers"):
+        if getattr(blocks, name):
+            return f"{name} is for the Triton kernels"
+    return None
+
+
+# Keys times elements of a head, for each query, from which on these kernels are
+# faster: a program's start and end are then little of its time.
+_MUCH = 1024 * 96
+# Programs for each multiprocessor, at least.
+_ENOUGH = 0.8
+
+
+def slower(call: Call, programs: float) -> str | None:
+    """Why the next backend is faster for a call, or None.
+
+    Args:
+      programs: for each multiprocessor.
+    """
+    keys = call.spec.mean_keys(call.size["s"])
+    if call.spec.is_sparse:
+        return "most blocks of keys may be skipped"
+    if keys * max(call.head_sizes) < _MUCH:
+        return f"about {keys} keys for a query are few"
+    if programs < _ENOUGH:
+        return "it has few blocks of queries, and their keys are not divided"
+    return None
