@@ -28,7 +28,8 @@ class Entry:
       platform: on which its kernels run, and elsewhere interpreted; None for any.
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are wrapped in a `custom_vjp`.
-      backward: the backend that makes the gradients, if it is another.
+      backward: the backend that makes the gradients that this one does not make
+        (`Backend.other_backward`).
     """
 
     module: str
@@ -58,9 +59,12 @@ def module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name].module))
 
 
-def of_backward(name: str) -> str:
-    """The backend that makes the gradients of calls that `name` serves."""
-    return BACKENDS[name].backward or name
+def of_backward(name: str, call: Call) -> str:
+    """The backend that makes the gradients of a call that `name` serves."""
+    other = BACKENDS[name].backward
+    if other is None or module(name).other_backward(call) is None:
+        return name
+    return other
 
 
 def of_tangents() -> str:
@@ -91,8 +95,8 @@ def reason(name: str, call: Call) -> str | None:
         backend = module(name)
     except ImportError as error:
         return f"it cannot be imported: {error}"
-    why_not, other = backend.unsupported(call), of_backward(name)
-    if why_not is None and other != name:
+    why_not = backend.unsupported(call)
+    if why_not is None and (other := of_backward(name, call)) != name:
         why_not = reason(other, call.of_gradients())
         return why_not and f"{other!r} makes its gradients: {why_not}"
     return why_not
@@ -151,6 +155,9 @@ def explain(implementation: str | None, call: Call) -> str:
         lines.append(f"implementation: {chosen}")
         if chosen in BACKENDS:
             lines += [f"    {line}" for line in module(chosen).division(call)]
+            if (other := of_backward(chosen, call)) != chosen:
+                why = module(chosen).other_backward(call)
+                lines.append(f"    gradients: {other}, since {why}")
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_flash2 import _backends, _sharding
+from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
 
@@ -115,8 +116,20 @@ def _backward_rule(problem: Problem, operands):
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
     q, k, v, spec = problem.named([x.value for x in arrays])
     options = {"config": problem.config, "precision": problem.precision}
-    backend = _backends.module(_backends.of_backward(problem.backend))
+    backend = _backends.module(_backward_backend(problem, operands))
     return backend.backward(q, k, v, spec, saved, outputs, **options)
+
+
+def _own_backend(problem: Problem, operands) -> str:
+    del operands
+    return problem.backend
+
+
+def _backward_backend(problem: Problem, operands) -> str:
+    q, k, v, *leaves = operands[: len(problem.axes)]
+    spec = problem.spec_tree.unflatten(leaves)
+    call = Call(q, k, v, spec, problem.config, problem.precision)
+    return _backends.of_backward(problem.backend, call)
 
 
 class Operation:
@@ -126,12 +139,12 @@ class Operation:
       name: of the primitive.
       rule: of the problem and the operands, `Named` arrays; returns the results.
       outputs: of the same, the operands may be shape structs; returns shape structs.
-      backend: of the name of a call's backend; returns that of the rule's.
+      backend: of the problem and the operands; returns the name of the rule's backend.
       primitive: for differentiation rules.
     """
 
     def __init__(
-        self, name: str, rule: Callable, outputs: Callable, backend: Callable = str
+        self, name: str, rule: Callable, outputs: Callable, backend=_own_backend
     ):
         self.name, self.rule, self.outputs = name, rule, outputs
         self.backend = backend
@@ -146,14 +159,15 @@ class Operation:
         marker = _sharding.needs_devices() if _sharding.divisible(arrays) else None
         return self.primitive.bind(*arrays, problem=problem, axes=axes, marker=marker)
 
-    def _context(self, problem: Problem):
-        return _backends.lowering_context(self.backend(problem.backend))
+    def _context(self, problem: Problem, operands):
+        return _backends.lowering_context(self.backend(problem, operands))
 
     def _implementation(self, *arrays, problem, axes, marker=None):
         del marker
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
-        with self._context(problem):
-            return list(self.rule(problem, list(map(Named, arrays, axes))))
+        operands = list(map(Named, arrays, axes))
+        with self._context(problem, operands):
+            return list(self.rule(problem, operands))
 
     def _abstract_eval(self, *avals, problem, axes, marker):
         del marker
@@ -203,13 +217,13 @@ class Operation:
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
         params = {"problem": problem, "axes": axes, "marker": marker}
-        with self._context(problem), scope:
+        with self._context(problem, list(map(Named, context.avals_in, axes))), scope:
             return lower(context, *operands, **params)
 
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)
 BACKWARD = Operation(
-    "flash2_backward", _backward_rule, backward_outputs, _backends.of_backward
+    "flash2_backward", _backward_rule, backward_outputs, _backward_backend
 )
 
 

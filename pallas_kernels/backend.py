@@ -119,6 +119,13 @@ class Backend(Protocol):
         """
         ...
 
+    def other_backward(self, call: Call, /) -> str | None:
+        """Why another backend makes the gradients of a call that this one serves.
+
+        Asked only where the list of backends names another for that.
+        """
+        ...
+
     def division(self, call: Call, /) -> Sequence[str]:
         """How the work of a call is divided, in words; none if it is not.
 

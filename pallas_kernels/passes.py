@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import division
+from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.tables import FEW_ROWS
@@ -82,10 +83,25 @@ def backward(
         out = next(structs)
         gradients.append(_score_operand(run, q, k, v, spec, saved_rows, out, field))
     if sink is not None:
-        out = next(structs)
-        gradient = sink_gradient(sink, lse, delta)
-        gradients.append(summed_to(gradient, out.axes).astype(out.dtype))
+        gradients.append(of_sink(sink, lse, delta, next(structs)))
     return tuple(gradients)
+
+
+def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:
+    """The gradient `out` of the sinks."""
+    gradient = sink_gradient(sink, lse, delta)
+    return summed_to(gradient, out.axes).astype(out.dtype)
+
+
+def delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
+    """`flash2.delta` of whole arrays, for kernels that do not make it themselves."""
+    operands = [x.squeezed() for x in (o, lse, do, dlse)]
+    batch = dict.fromkeys(a for x in operands for a in x.axes if a not in ("t", "d"))
+    rows = (*batch, "t")
+    o, lse, do, dlse = operands
+    of_o, of_do = (x.to((*rows, "d")) for x in (o, do))
+    found = flash2.delta(of_o, lse.to(rows), of_do, dlse.to(rows))
+    return Named.broadcast(found, rows)
 
 
 def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:

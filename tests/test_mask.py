@@ -269,3 +269,31 @@ def test_ranges_are_tight_for_windows(window):
         some, every = tiles.any(axis=(0, 2)), tiles.all(axis=(0, 2))
         assert int(found.need_hi - found.need_lo) == some.sum()
         assert int(found.full_hi - found.full_lo) == every.sum()
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_blocks_meet_from_both_sides(data):
+    """A block meets another if and only if that one meets it, and where pairs are kept."""
+    draw = data.draw
+    t, s = (draw(st.integers(1, 90)) for _ in range(2))
+    side = st.none() | st.integers(0, 100)
+    windows = [Window(draw(side), draw(side)) for _ in range(draw(st.integers(0, 2)))]
+    lengths = [draw(st.none() | st.integers(0, n)) for n in (t, s)]
+    offset = draw(st.integers(-120, 120))
+    rows, keys = (draw(st.sampled_from([4, 16, 64])) for _ in range(2))
+    spec = AttentionSpec(Score(1.0), (*windows, Lengths(*lengths)), offset)
+    kept = keep((*windows, Lengths(*lengths)), t, s, offset)
+    q_limit = t if lengths[0] is None else lengths[0]
+    met = {}
+    for j in range(-(-s // keys)):
+        span = j * keys, min(j * keys + keys, s)
+        first, end = spec.query_blocks_met(*span, t, rows)
+        assert first <= end
+        met[j] = set(range(first, end))
+        pairs = kept[:, slice(*span)].any(axis=1)
+        assert {i // rows for i in np.flatnonzero(pairs)} <= met[j]
+    for i in range(-(-q_limit // rows)):
+        span = i * rows, min(i * rows + rows, t)
+        first, end = spec.key_blocks_met(*span, s, keys)
+        assert {j for j in met if i in met[j]} == set(range(first, end))

@@ -26,7 +26,7 @@ from pallas_kernels.core.mask import (
     Window,
     block_table,
 )
-from pallas_kernels.core.ranges import Range, divide, everything, minimum
+from pallas_kernels.core.ranges import Range, divide, everything, maximum, minimum
 from pallas_kernels.core.score import Score
 
 
@@ -179,6 +179,37 @@ class AttentionSpec:
         blocks = rows.blocks(block, size)
         return blocks if self.table is None else blocks & self.table
 
+    def query_blocks_met(self, kv_lo, kv_hi, q_size: int, block_q: int):
+        """First and end of the query blocks that the key rows [kv_lo, kv_hi) meet.
+
+        Windows and lengths say so, and exactly: a block of queries meets a block of
+        keys if and only if it is met by it, which ranges to visit do not promise. For
+        kernels whose programs wait for those that meet the same queries before them.
+        """
+        first, end = self._met("q_range", kv_lo, kv_hi, q_size, block_q)
+        last = divide(self.q_limit(q_size) + block_q - 1, block_q)
+        return first, first + _where(
+            kv_lo < self.kv_limit(2**30), maximum(minimum(end, last) - first, 0)
+        )
+
+    def key_blocks_met(self, q_lo, q_hi, kv_size: int, block_kv: int):
+        """First and end of the key blocks that the query rows [q_lo, q_hi) meet.
+
+        Only blocks of queries that begin below their length may be asked for.
+        """
+        first, end = self._met("kv_range", q_lo, q_hi, kv_size, block_kv)
+        last = divide(self.kv_limit(kv_size) + block_kv - 1, block_kv)
+        return first, maximum(minimum(end, last), first)
+
+    def _met(self, method, lo, hi, size: int, block: int):
+        rows = everything(0, size)
+        for atom in self._windows:
+            rows = rows & getattr(atom, method)(lo, hi, self.start, size)
+        start, end = maximum(rows.need_lo, 0), maximum(minimum(rows.need_hi, size), 0)
+        first = divide(start, block)
+        blocks = divide(end + block - 1, block) - first
+        return first, first + _where(start < end, blocks)
+
     def with_table(
         self, looped: str, block_q: int, block_kv: int, q_size: int, kv_size: int
     ) -> AttentionSpec:
@@ -209,19 +240,26 @@ class AttentionSpec:
         return Named(functools.reduce(operator.and_, (x.to(axes) for x in kept)), axes)
 
     @property
+    def is_data_dependent(self) -> bool:
+        """Whether arrays say which blocks may be skipped (`with_table`)."""
+        return any(isinstance(atom, DataDependent) for atom in self.masks)
+
+    @property
     def is_dense(self) -> bool:
         """Whether a boolean array says which pairs are kept."""
         return any(isinstance(atom, DenseMask) for atom in self.masks)
 
     def without_padding(self, x: Named) -> Named:
-        """Rows of keys or values, with 0 in those beyond a length (`Named` fields).
+        """Rows of queries or of keys, with 0 in those beyond a length (`Named` fields).
 
         For kernels that load whole blocks: 0 times NaN would be NaN.
         """
-        for atom in self.masks:
-            if isinstance(atom, Lengths) and atom.key_value is not None:
-                limit, x = atom.key_value.squeezed(), x.squeezed()
-                rows = Named(jnp.arange(x.shape[x.axes.index("s")]), ("s",))
+        name, side = ("t", "query") if "t" in x.axes else ("s", "key_value")
+        lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
+        for limit in lengths:
+            if limit is not None:
+                limit, x = limit.squeezed(), x.squeezed()
+                rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
                 axes = (*(a for a in limit.axes if a not in x.axes), *x.axes)
                 kept = rows.to(axes) < limit.to(axes)
                 x = Named(jnp.where(kept, x.to(axes), jnp.zeros((), x.dtype)), axes)
@@ -255,6 +293,13 @@ class AttentionSpec:
         axes = (*(a for a in keys.axes if a not in x.axes), *x.axes)
         zero = jnp.zeros((), x.dtype)
         return Named(jnp.where(keys.to(axes), x.to(axes), zero), axes)
+
+
+def _where(condition, count):
+    """The count, or 0: arithmetic, as scalar selects do not lower in every kernel."""
+    if isinstance(condition, bool):
+        return count if condition else 0
+    return count * jnp.asarray(condition, jnp.int32)
 
 
 def sink_gradient(sink: Named, lse: Named, delta: Named) -> Named:

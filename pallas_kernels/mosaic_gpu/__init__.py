@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device
+from pallas_kernels import device, passes
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.axes import batch_axes, sizes
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -89,3 +93,31 @@ def forward(q, k, v, spec, outputs, *, config, precision):
     v = spec.without_padding(v)
     launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
+
+
+def other_backward(call: Call, /) -> str | None:
+    """Why another backend makes the gradients of a call that this one serves."""
+    return tuning.no_backward(call, _heads(call))
+
+
+def backward(q, k, v, spec, saved, outputs, *, config, precision):
+    """Gradients of q, k, v and of sinks (`backend.Backend`)."""
+    sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
+    q, k, v, do = map(spec.without_padding, (q, k, v, saved[2]))
+    o, lse, _, dlse = saved
+    delta = passes.delta(o, lse, do, dlse)
+    lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
+    of_q, of_k, of_v, *rest = outputs
+    call = Call(q, k, v, spec, config, precision)
+    blocks = (config and config.dkv) or tuning.choose_backward(_heads(call))
+    launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
+    wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
+    dq, dk, dv = backward_kernel(
+        q, k, v, spec, (lse_log2, delta, do), (wide, of_k, of_v), launch=launch
+    )
+    axes = [None if a == "h" else a for a in of_q.axes]
+    dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * spec.gradient_unit)
+    gradients = [dq.astype(of_q.dtype), dk, dv]
+    if sink is not None:
+        gradients.append(passes.of_sink(sink, lse, delta, rest[0]))
+    return gradients

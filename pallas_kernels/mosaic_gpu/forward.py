@@ -17,8 +17,6 @@ Shared memory: q [block_q, H], and num_stages times k [block_kv, H], v [block_kv
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,49 +31,12 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 # Registers of a thread that loads, and of one that computes, by warpgroups of these.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _F32 = jnp.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Tiles of keys ("k") and values ("v") that one warpgroup fills for the others.
-
-    Attributes:
-      refs: the tiles, and barriers "... here" and "... read" for each.
-      stages: how many tiles of each there are.
-    """
-
-    refs: Mapping[str, Any]
-    stages: int
-
-    def _slot(self, i):
-        return lax.rem(i, jnp.int32(self.stages))
-
-    def fill(self, name: str, i, part) -> None:
-        """Loads tile number i, as soon as the tile before it in its place was read."""
-        slot = self._slot(i)
-
-        @pl.when(i >= self.stages)
-        def _():
-            plgpu.barrier_wait(self.refs[f"{name} read"].at[slot])
-
-        tile, here = self.refs[name].at[slot], self.refs[f"{name} here"].at[slot]
-        plgpu.copy_gmem_to_smem(part, tile, here)
-
-    def wait(self, name: str, i) -> None:
-        """Until tile number i is here."""
-        plgpu.barrier_wait(self.refs[f"{name} here"].at[self._slot(i)])
-
-    def tile(self, name: str, i):
-        return self.refs[name].at[self._slot(i)]
-
-    def release(self, name: str, i) -> None:
-        """This warpgroup has read tile number i."""
-        plgpu.barrier_arrive(self.refs[f"{name} read"].at[self._slot(i)])
 
 
 def forward(
@@ -124,8 +85,8 @@ def forward(
             @pl.loop(0, count)
             def _(i):
                 here = keys_at(where, needed.at(i)[1])
-                ring.fill("k", i, k.at(here))
-                ring.fill("v", i, v.at(here))
+                ring.fill(i, k=k.at(here))
+                ring.fill(i, v=v.at(here))
 
         @pl.when(me < computing)
         def compute():

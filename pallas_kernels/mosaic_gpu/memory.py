@@ -77,10 +77,19 @@ class Layout(layout.Layout):
     Args:
       blocks_last: whether programs of the same block run side by side, those of the
         next block after them; else those of the same head and batch entry.
+      last_first: whether the last block's programs come first.
     """
 
-    def __init__(self, operands, *, blocks_last: bool = False, **arguments):
+    def __init__(
+        self,
+        operands,
+        *,
+        blocks_last: bool = False,
+        last_first: bool = False,
+        **arguments,
+    ):
         super().__init__(operands, **arguments)
+        self._last_first = last_first
         pairs = list(zip(self.names, self.grid, strict=True))
         own = [pair for pair in pairs if pair[0] in self.num_blocks]
         others = [pair for pair in pairs if pair[0] not in self.num_blocks]
@@ -98,6 +107,8 @@ class Layout(layout.Layout):
             ids[name] = lax.rem(rest, jnp.int32(size))
             rest = lax.div(rest, jnp.int32(size))
         ids[last] = rest
+        if self._last_first:
+            ids |= {a: n - 1 - ids[a] for a, n in self.num_blocks.items()}
         if "n" in ids:
             ids["k"] = lax.div(ids["n"], jnp.int32(self.group))
         return ids

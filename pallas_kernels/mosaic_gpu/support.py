@@ -58,11 +58,15 @@ def transposed(ref):
     return plgpu.transpose_ref(ref, (1, 0)) if _LOADS_BY_INDEX else ref.T
 
 
-def load_vector(ref, axis: int):
-    """A vector, dealt to threads as the rows (`axis` 0) or columns of products are."""
+def load_vector(ref, axis: int, *, shared: bool = False):
+    """A vector, dealt to threads as the rows (`axis` 0) or columns of products are.
+
+    Args:
+      shared: whether it lies in shared memory, not in global.
+    """
     index = ((),) if _LOADS_BY_INDEX else ()
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    return plgpu.load(ref, *index, layout=layout, optimized=shared)
 
 
 def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
@@ -77,12 +81,30 @@ def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
 
 
+def named_barrier(instruction: str, number, warpgroups: int) -> None:
+    """PTX `bar.sync` or `bar.arrive` of one of a block's 16 barriers.
+
+    Number 0 is the block's own, and the next ones are its warpgroups'.
+
+    Args:
+      number: a scalar.
+      warpgroups: how many sync or arrive.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def issue(_, number):
+        text = f"bar.{instruction} $0, {warpgroups * WARPGROUP};"
+        nothing = ir.Type.parse("!llvm.void")
+        numbers = [number.registers[()]]
+        llvm.inline_asm(nothing, numbers, text, "r", has_side_effects=True)
+
+    issue(number)
+
+
 class Turns:
     """Warpgroups that take turns: each issues its products while the others compute.
 
-    Named barriers of the GPU (PTX `bar`); 0 is the block's own and the next ones are
-    the warpgroups', so these come after them. They only order what would be right in
-    any order.
+    Their barriers only order what would be right in any order.
 
     Args:
       count: of the warpgroups that take turns, the first ones.
@@ -93,26 +115,19 @@ class Turns:
         self.count = count
         self._first = warpgroups + 1
 
-    def _barrier(self, instruction: str, number) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-        def issue(_, number):
-            text = f"bar.{instruction} $0, {2 * WARPGROUP};"
-            nothing = ir.Type.parse("!llvm.void")
-            numbers = [number.registers[()]]
-            llvm.inline_asm(nothing, numbers, text, "r", has_side_effects=True)
-
-        issue(jnp.int32(self._first) + number)
+    def _bar(self, instruction: str, whose) -> None:
+        named_barrier(instruction, jnp.int32(self._first) + whose, warpgroups=2)
 
     def start(self, me) -> None:
         """Once, by every warpgroup: the first has the first turn."""
 
         @pl.when(me == self.count - 1)
         def _():
-            self._barrier("arrive", jnp.int32(0))
+            self._bar("arrive", jnp.int32(0))
 
     def wait(self, me) -> None:
         """Until it is this warpgroup's turn."""
-        self._barrier("sync", me)
+        self._bar("sync", me)
 
     def pass_on(self, me) -> None:
-        self._barrier("arrive", lax.rem(me + 1, jnp.int32(self.count)))
+        self._bar("arrive", lax.rem(me + 1, jnp.int32(self.count)))

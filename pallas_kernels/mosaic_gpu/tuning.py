@@ -84,3 +84,22 @@ def slower(call: Call, programs: float) -> str | None:
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
     return None
+
+
+# Of the backward kernel, by head size.
+_BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
+
+
+def choose_backward(heads: tuple[int, int]) -> Blocks:
+    return _BACKWARD[max(heads)]
+
+
+def no_backward(call: Call, heads: tuple[int, int]) -> str | None:
+    """Why the backward kernel cannot serve a call that the forward serves, or None."""
+    if heads not in ((64, 64), (128, 128)):
+        return f"its kernel has no head sizes {call.head_sizes}"
+    if call.spec.score.operands:
+        return f"its kernel has no gradient of {' or '.join(call.spec.score.operands)}"
+    if call.spec.is_data_dependent:
+        return "the order of sums of a mask of segments is not known"
+    return None
