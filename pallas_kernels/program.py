@@ -172,11 +172,11 @@ def pairs(
     spec: AttentionSpec,
     where: Where,
     order: tuple[str, str],
-    masked: bool,
+    masked: Any,
     launch: Launch,
 ) -> Pairs:
     """The block of pairs at `where`, with the fields that it needs loaded."""
-    if not masked:
+    if masked is False:
         spec = spec.only_positions()
     spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}

@@ -10,6 +10,7 @@ import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import device
+from pallas_kernels.mosaic_gpu import tuning
 from tests import tolerances
 from tests.cases import CASES, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
@@ -76,6 +77,70 @@ def test_lowers(case, dtype):
     text = lowered(case, dtype)
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "flash2_forward" in text and "__gpu$xla.gpu.triton" in text
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Calls that are too small for the backward kernel to be fast go to it, too."""
+    monkeypatch.setattr(tuning, "_ENOUGH", 0)
+
+
+# Cases whose gradients the backend makes itself, where it has the head size.
+BACKWARD = [
+    case
+    for case in SERVED
+    if case.h == case.d == 16
+    and not any(map(case.has, ("alibi_slopes", "query_segment_ids")))
+    and not isinstance(case.inputs("float32")[1].get("scale"), np.ndarray)
+]
+FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap")
+
+
+def with_heads(case: Case, size: int) -> Case:
+    return dataclasses.replace(case, h=size, d=size)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=() if case.name in FIRST_BACKWARD else pytest.mark.deep,
+        )
+        for case in BACKWARD
+    ],
+)
+def test_backward_lowers(case, head, any_size):
+    text = lowered(with_heads(case, head), jnp.bfloat16)
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "flash2_backward" in text and "__gpu$xla.gpu.triton" not in text
+
+
+OTHER = {
+    "head_size": (by_name("head_96"), "head sizes (96, 96)"),
+    "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
+    "segments": (with_heads(by_name("segments"), 64), "with segments is not known"),
+    "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_gradients_of_another_backend(name):
+    case, words = OTHER[name]
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    texts = []
+
+    def ask(q, k, v):
+        texts.append(explain(q, k, v, **arguments, **MOSAIC))
+        return q
+
+    lower_for_gpu(ask, *arrays)
+    (line,) = (
+        x for x in texts[0].splitlines() if x.startswith("    gradients: triton")
+    )
+    assert words in line
 
 
 BLOCKS = {
@@ -157,6 +222,14 @@ def test_error_rule(case, dtype, record_property):
     check(case.full(), dtype, record_property)
 
 
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
+def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
+    check(with_heads(case.full(), head), dtype, record_property)
+
+
 def check(case: Case, dtype, record_property, arrays=None, **more):
     made, arguments = case.inputs(dtype)
     arrays = made if arrays is None else arrays
@@ -193,7 +266,9 @@ LEVELS = {
 @pytest.mark.parametrize("rows", ["all", "some"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_rows_that_leave_their_range(levels, dtype, rows, blocks, record_property):
+def test_rows_that_leave_their_range(
+    levels, dtype, rows, blocks, any_size, record_property
+):
     """A head element carries the level: 1 of a query, or 0 where rows are spared."""
     case = dataclasses.replace(by_name("plain"), t=400, s=1024, h=64, d=64)
     (q, k, v), _ = case.inputs(dtype)
@@ -209,7 +284,7 @@ def test_rows_that_leave_their_range(levels, dtype, rows, blocks, record_propert
 
 @on_hopper
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_padding_never_comes_through(poison):
+def test_padding_never_comes_through(poison, any_size):
     """What lies beyond the lengths changes no bit of any result."""
     case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333, h=64, d=64)
     (q, k, v), _ = case.inputs(jnp.bfloat16)
@@ -237,21 +312,30 @@ def test_padding_never_comes_through(poison):
 
 
 @on_hopper
-@pytest.mark.parametrize("name", ["plain", "everything_served"])
-def test_same_bits(name):
-    (case,) = (case for case in SERVED if case.name == name)
-    arrays, arguments = case.full().inputs(jnp.bfloat16)
-    run = jax.jit(lambda *x: attention(*x, **arguments, **MOSAIC, return_residual=True))
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("name", ["plain", "causal", "gqa", "lengths_causal"])
+def test_same_bits(name, head, any_size):
+    """Where many programs add to the same blocks of a gradient."""
+    case = dataclasses.replace(with_heads(by_name(name), head), t=2048, s=2048)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+
+    @jax.jit
+    def run(q, k, v):
+        call = functools.partial(attention, **arguments, **MOSAIC)
+        out, vjp = jax.vjp(functools.partial(call, return_residual=True), q, k, v)
+        return out, vjp(out)
+
     first = jax.device_get(run(*arrays))
     for _ in range(100):
-        for a, b in zip(jax.device_get(run(*arrays)), first, strict=True):
+        found = jax.device_get(run(*arrays))
+        for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 @on_hopper
 @pytest.mark.parametrize("axes", [(0, 0, 0), (2, None, None), (3, 1, 1), (None, 2, 2)])
-def test_under_vmap(axes):
-    """Wherever the mapped axis lies, the bits of a loop; lse rows too."""
+def test_under_vmap(axes, any_size):
+    """Wherever the mapped axis lies, the bits of a loop."""
     rng = np.random.default_rng(0)
     shape = (2, 136, 3, 64)
 
@@ -261,11 +345,17 @@ def test_under_vmap(axes):
 
     arrays = [operand(axis) for axis in axes]
     call = functools.partial(attention, is_causal=True, return_residual=True, **MOSAIC)
-    mapped = jax.vmap(call, axes)(*arrays)
+
+    def run(*arrays):
+        found, vjp = jax.vjp(call, *arrays)
+        return found, vjp(found)
+
+    mapped = jax.vmap(run, axes)(*arrays)
     for i in range(4):
         one = [
             x if axis is None else jnp.take(x, i, axis)
             for x, axis in zip(arrays, axes, strict=True)
         ]
-        for a, b in zip(call(*one), mapped, strict=True):
+        found = jax.tree.leaves(run(*one))
+        for a, b in zip(found, jax.tree.leaves(mapped), strict=True):
             np.testing.assert_array_equal(np.float32(a), np.float32(b[i]))

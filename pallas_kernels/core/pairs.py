@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
@@ -31,7 +32,8 @@ class Pairs:
       spec: array fields hold what broadcasts against the block.
       rows: (start, size) of `t` (query rows) and `s` (key rows).
       order: axes of the block: ("t", "s"), or ("s", "t") for a transposed one.
-      masked: whether some pair may be masked; if not, no mask is evaluated.
+      masked: whether some pair may be masked; if not, no mask is evaluated. A kernel
+        that cannot have its loop twice gives a traced scalar.
       precision: of float32 products.
       arithmetic: the backend's.
     """
@@ -39,7 +41,7 @@ class Pairs:
     spec: AttentionSpec
     rows: Mapping[str, tuple[Any, int]]
     order: tuple[str, str] = ("t", "s")
-    masked: bool = True
+    masked: Any = True
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
 
@@ -98,14 +100,19 @@ class Pairs:
         score, tanh = self.spec.score, self.arithmetic.tanh
         # The two parts of a distance may be larger than it and round more: not far from
         # the diagonal, and not beside elements of two bytes.
-        apart = not self.masked and jnp.dtype(dtype).itemsize == 2
+        apart = self.masked is False and jnp.dtype(dtype).itemsize == 2
         scores = score.apply(qk, self._place, tanh, apart=apart)
-        keep = None
-        if self.masked:
-            keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
-        if keep is None:
+        if self.masked is False or not self.spec.masks:
             return scores
-        return scores._replace(x=jnp.where(keep, scores.x, -jnp.inf))
+        if self.masked is True:
+            return scores._replace(x=self._with_mask(scores.x))
+        x = lax.cond(self.masked, self._with_mask, lambda x: x, scores.x)
+        return scores._replace(x=x)
+
+    def _with_mask(self, x: jax.Array) -> jax.Array:
+        """Scores, -inf where no mask keeps the pair."""
+        keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
+        return x if keep is None else jnp.where(keep, x, -jnp.inf)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""
@@ -162,4 +169,5 @@ class Recomputed(NamedTuple):
         if spec.dropout is not None:
             dp, delta = self.pairs.drop(dp), delta * (1 / spec.dropout_scale)
         ds = flash2.score_gradient(self.p, dp, delta)
-        return spec.score.gradient(ds, self.scores.x, self.pairs.masked)
+        masked = self.pairs.masked is not False
+        return spec.score.gradient(ds, self.scores.x, masked)

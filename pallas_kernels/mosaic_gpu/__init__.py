@@ -56,7 +56,7 @@ def slower(call: Call, /) -> str | None:
     """Why the next backend is faster for a call that this one serves, or None."""
     if call.config is not None and call.config.forward is not None:
         return None
-    return tuning.slower(call, _programs(call))
+    return tuning.slower(call, _programs(call, "t", _blocks(call).block_q, "n"))
 
 
 def _heads(call: Call) -> tuple[int, int]:
@@ -70,12 +70,12 @@ def _blocks(call: Call) -> Blocks:
     return chosen or tuning.choose(_heads(call), keys)
 
 
-def _programs(call: Call) -> float:
-    """Of the forward kernel, for each multiprocessor."""
-    size = call.size
-    heads = [size[name] for name in (*batch_axes(call.operands), "n") if name in size]
-    blocks = -(-size["t"] // _blocks(call).block_q)
-    return blocks * math.prod(heads) / device.multiprocessors()
+def _programs(call: Call, rows: str, block: int, heads: str) -> float:
+    """For each multiprocessor, of a kernel whose programs own blocks of `t` or `s`."""
+    names = (*batch_axes(call.operands), heads)
+    others = [call.size[name] for name in names if name in call.size]
+    blocks = -(-call.size[rows] // block)
+    return blocks * math.prod(others) / device.multiprocessors()
 
 
 def division(call: Call, /) -> tuple[str, ...]:
@@ -97,7 +97,14 @@ def forward(q, k, v, spec, outputs, *, config, precision):
 
 def other_backward(call: Call, /) -> str | None:
     """Why another backend makes the gradients of a call that this one serves."""
-    return tuning.no_backward(call, _heads(call))
+    heads, config = _heads(call), call.config
+    if config is not None and (config.dkv or config.dk or config.dv or config.dq):
+        return "the blocks of `Config` are those of its kernels"
+    blocks = tuning.of_backward(heads)
+    if blocks is None:
+        return f"there is no kernel for gradients of head sizes {call.head_sizes}"
+    programs = _programs(call, "s", blocks.block_kv, "k")
+    return tuning.no_backward(call, programs)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
@@ -109,7 +116,8 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
     of_q, of_k, of_v, *rest = outputs
     call = Call(q, k, v, spec, config, precision)
-    blocks = (config and config.dkv) or tuning.choose_backward(_heads(call))
+    blocks = tuning.of_backward(_heads(call))
+    assert blocks is not None  # else `other_backward`
     launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
     wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
     dq, dk, dv = backward_kernel(

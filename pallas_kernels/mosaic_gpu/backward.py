@@ -37,6 +37,10 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
+import os
+
+X = os.environ.get("X", "")
+DQ_TILES = 1 if "one" in X else 2
 # Registers of a thread that loads and adds, and of one that computes.
 _REGISTERS = 24, 240
 
@@ -62,7 +66,9 @@ def backward(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dkv", operands, launch, last_first=True)
+    layout = memory.Layout.of(
+        "dkv", operands, launch, last_first="first" not in X, blocks_last="heads" in X
+    )
     size, group = layout.size, layout.group
     h, d = (memory.head_elements(size[name]) for name in ("h", "d"))
     rows, keys = blocks.block_q, blocks.block_kv
@@ -85,13 +91,20 @@ def backward(
         start = where["s"].start
         first_head = where["k"] * group if "k" in where else jnp.int32(0)
         needed = _met(spec, where, layout, first_head)
-        count, edges = jnp.int32(needed.count), jnp.int32(needed.edges)
+        count = jnp.int32(needed.count)
+        any_edge = not (isinstance(needed.edges, int) and needed.edges == 0)
 
         def at(g, i):
             """Where block i of the queries of head g of the group lies."""
             block = needed.at(i)[1]
             here = {"n": first_head + g, "t": Rows(block * rows, rows)}
             return block, {**where, **here}
+
+        def place(tile):
+            """Head of the group and number of the block of a tile."""
+            if group == 1:
+                return 0, tile
+            return lax.div(tile, count), lax.rem(tile, count)
 
         def load():
             own = {**where, "s": Rows(start, keys)}
@@ -100,7 +113,7 @@ def backward(
 
             @pl.loop(0, group * count)
             def _(tile):
-                _, here = at(lax.div(tile, count), lax.rem(tile, count))
+                _, here = at(*place(tile))
                 ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
                 ring.fill(tile, do=do.at(here), delta=delta.at(here))
 
@@ -109,34 +122,50 @@ def backward(
             for name in entries:
                 entry = entry * size[name] + where[name]
 
+            def counter(tile):
+                """Where block and head of a tile lie, the block, and its semaphore."""
+                g, i = place(tile)
+                block, here = at(g, i)
+                head = entry * size.get("n", 1) + first_head + g
+                return here, block, counts.at[head * dq_blocks + block]
+
+            def added(tile):
+                """Tells that a tile's sums are in global memory."""
+                plgpu.wait_smem_to_gmem(0)
+                if "free" not in X:
+                    plgpu.semaphore_signal(counter(tile)[2], 1, memory_scope="gpu")
+
             @pl.loop(0, group * count)
             def _(tile):
-                g = lax.div(tile, count)
-                block, here = at(g, lax.rem(tile, count))
-                head = entry * size.get("n", 1) + first_head + g
-                counter = counts.at[head * dq_blocks + block]
+                here, block, seen = counter(tile)
                 end = minimum(block * rows + rows, size["t"])
                 _, last = spec.key_blocks_met(block * rows, end, size["s"], keys)
                 before = last - 1 - lax.div(start, jnp.int32(keys))
-                plgpu.barrier_wait(refs["dq here"])
-                plgpu.semaphore_wait(
-                    counter, before, decrement=False, memory_scope="gpu"
-                )
+                slot = lax.rem(tile, jnp.int32(DQ_TILES))
+                source = refs["dq"].at[slot]
+                plgpu.barrier_wait(refs["dq here"].at[slot])
+                if "lag" in X:
+                    pl.when(tile > 0)(lambda: added(tile - 1))
+                if "free" not in X:
+                    plgpu.semaphore_wait(
+                        seen, before, decrement=False, memory_scope="gpu"
+                    )
 
                 @pl.when(before == 0)
                 def _():
-                    plgpu.copy_smem_to_gmem(refs["dq"], dq.at(here))
+                    plgpu.copy_smem_to_gmem(source, dq.at(here))
 
                 @pl.when(before > 0)
                 def _():
-                    plgpu.copy_smem_to_gmem(
-                        refs["dq"], dq.at(here), reduction_op="add"
-                    )
+                    plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(refs["dq read"])
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.semaphore_signal(counter, 1, memory_scope="gpu")
+                plgpu.barrier_arrive(refs["dq read"].at[slot])
+                if "lag" not in X:
+                    added(tile)
+
+            if "lag" in X:
+                pl.when(count > 0)(lambda: added(group * count - 1))
 
         @pl.when(me == computing)
         def move():
@@ -166,9 +195,7 @@ def backward(
 
                 def of_pairs(qk_sum, dp_sum):
                     ring.wait("q", tile)
-                    plgpu.wgmma(
-                        qk_sum, k_own, support.transposed(ring.tile("q", tile))
-                    )
+                    plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
                     ring.wait("do", tile)
                     plgpu.wgmma(
                         dp_sum, v_own, support.transposed(ring.tile("do", tile))
@@ -197,13 +224,15 @@ def backward(
                 part = pl.run_scoped(of_queries, plgpu.ACC(parts.shape, _F32))
                 ring.release("do", tile)
 
-                @pl.when(tile > 0)
-                def _():
-                    plgpu.barrier_wait(refs["dq read"])
+                slot = lax.rem(tile, jnp.int32(DQ_TILES))
 
-                parts.of_sum(me, refs["dq"])[...] = part
+                @pl.when(tile >= DQ_TILES)
+                def _():
+                    plgpu.barrier_wait(refs["dq read"].at[slot])
+
+                parts.of_sum(me, refs["dq"].at[slot])[...] = part
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(refs["dq here"])
+                plgpu.barrier_arrive(refs["dq here"].at[slot])
                 plgpu.wgmma_wait(0)
                 ring.release("q", tile)
 
@@ -215,13 +244,12 @@ def backward(
                     )
                     sums = dk_sum, dv_sum, head_spec, head_where
 
-                    @pl.loop(0, edges)
+                    @pl.loop(0, count)
                     def _(i):
-                        visit(*sums, True, g * count + i, needed.at(i)[1])
-
-                    @pl.loop(edges, count)
-                    def _(i):
-                        visit(*sums, False, g * count + i, needed.at(i)[1])
+                        masked, block = needed.at(i)
+                        visit(
+                            *sums, masked if any_edge else False, g * count + i, block
+                        )
 
                 return dk_sum[...], dv_sum[...]
 
@@ -309,10 +337,10 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
         "k": support.tile((keys, h), dtype),
         "v": support.tile((keys, d), dtype),
         "dz": support.tile((stages, keys, rows), dtype),
-        "dq": support.tile((rows, h), _F32),
+        "dq": support.tile((DQ_TILES, rows, h), _F32),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
-        "dq here": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
-        "dq read": plgpu.Barrier(num_barriers=(), num_arrivals=1),
+        "dq here": plgpu.Barrier(num_barriers=DQ_TILES, num_arrivals=computing),
+        "dq read": plgpu.Barrier(num_barriers=DQ_TILES, num_arrivals=1),
         **Ring.shared(of_q, stages, readers=computing),
         **Ring.shared(of_do, stages, readers=computing),
     }

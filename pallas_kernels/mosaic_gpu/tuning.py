@@ -90,16 +90,21 @@ def slower(call: Call, programs: float) -> str | None:
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
 
 
-def choose_backward(heads: tuple[int, int]) -> Blocks:
-    return _BACKWARD[max(heads)]
+def of_backward(heads: tuple[int, int]) -> Blocks | None:
+    """Blocks of the backward kernel; None of heads that it has not."""
+    return _BACKWARD.get(heads[0]) if heads[0] == heads[1] else None
 
 
-def no_backward(call: Call, heads: tuple[int, int]) -> str | None:
-    """Why the backward kernel cannot serve a call that the forward serves, or None."""
-    if heads not in ((64, 64), (128, 128)):
-        return f"its kernel has no head sizes {call.head_sizes}"
+def no_backward(call: Call, programs: float) -> str | None:
+    """Why the backward kernel does not serve a call that the forward serves, or None.
+
+    Args:
+      programs: for each multiprocessor.
+    """
     if call.spec.score.operands:
-        return f"its kernel has no gradient of {' or '.join(call.spec.score.operands)}"
+        return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
     if call.spec.is_data_dependent:
-        return "the order of sums of a mask of segments is not known"
+        return "the order of the sums of dq with segments is not known"
+    if programs < _ENOUGH:
+        return "there are few blocks of keys, and their queries are not divided"
     return None
