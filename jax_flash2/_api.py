@@ -193,8 +193,8 @@ def attention(
 
     Derivatives: every implementation supports reverse mode, and forward or reverse mode
     on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
-    with "reference". With kernels, the tangents of second derivatives run as "xla". Pure
-    forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
+    with "reference". With kernels, the tangents of second derivatives run as "xla".
+    Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
     derivatives require forward mode on top of second derivatives, or "reference".
 
     Example:

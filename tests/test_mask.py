@@ -274,7 +274,7 @@ def test_ranges_are_tight_for_windows(window):
 @given(st.data())
 @settings(max_examples=50)
 def test_blocks_meet_from_both_sides(data):
-    """A block meets another if and only if that one meets it, and where pairs are kept."""
+    """A block meets another if and only if that one meets it, and if pairs are kept."""
     draw = data.draw
     t, s = (draw(st.integers(1, 90)) for _ in range(2))
     side = st.none() | st.integers(0, 100)

@@ -19,6 +19,8 @@ log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import program
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, sizes
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
@@ -37,10 +39,8 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
-import os
-
-X = os.environ.get("X", "")
-DQ_TILES = 1 if "one" in X else 2
+# Blocks of dq on their way to global memory.
+_DQ_TILES = 2
 # Registers of a thread that loads and adds, and of one that computes.
 _REGISTERS = 24, 240
 
@@ -66,19 +66,11 @@ def backward(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of(
-        "dkv", operands, launch, last_first="first" not in X, blocks_last="heads" in X
-    )
-    size, group = layout.size, layout.group
-    h, d = (memory.head_elements(size[name]) for name in ("h", "d"))
+    layout = memory.Layout.of("dkv", operands, launch, last_first=_last_first(q, k))
+    h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
     parts = _parts_of_dq(rows, h, computing)
-    entries = [x for x in layout.names if x not in ("s", "k")]
-    dq_blocks = -(-size["t"] // rows)
-    semaphores = dq_blocks * size.get("n", 1)
-    for name in entries:
-        semaphores *= size[name]
     together = computing + 2  # a named barrier
 
     def kernel(inputs, outputs, refs):
@@ -86,70 +78,30 @@ def backward(
         dq, dk, dv = outputs
         me = lax.axis_index("warpgroup")
         ring = Ring(refs, blocks.num_stages)
-        counts = pl.get_global(plgpu.SemaphoreType.REGULAR((semaphores,)))
         spec, where = program.key_program(spec, layout)
+        tiles = _Tiles.of(spec, where, layout)
+        counts = pl.get_global(plgpu.SemaphoreType.REGULAR((tiles.all_sums,)))
         start = where["s"].start
-        first_head = where["k"] * group if "k" in where else jnp.int32(0)
-        needed = _met(spec, where, layout, first_head)
-        count = jnp.int32(needed.count)
-        any_edge = not (isinstance(needed.edges, int) and needed.edges == 0)
-
-        def at(g, i):
-            """Where block i of the queries of head g of the group lies."""
-            block = needed.at(i)[1]
-            here = {"n": first_head + g, "t": Rows(block * rows, rows)}
-            return block, {**where, **here}
-
-        def place(tile):
-            """Head of the group and number of the block of a tile."""
-            if group == 1:
-                return 0, tile
-            return lax.div(tile, count), lax.rem(tile, count)
 
         def load():
             own = {**where, "s": Rows(start, keys)}
             plgpu.copy_gmem_to_smem(k.at(own), refs["k"], refs["own here"])
             plgpu.copy_gmem_to_smem(v.at(own), refs["v"], refs["own here"])
 
-            @pl.loop(0, group * count)
+            @pl.loop(0, tiles.count)
             def _(tile):
-                _, here = at(*place(tile))
+                here = tiles.at(tile)
                 ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
                 ring.fill(tile, do=do.at(here), delta=delta.at(here))
 
         def add():
-            entry = jnp.int32(0)
-            for name in entries:
-                entry = entry * size[name] + where[name]
-
-            def counter(tile):
-                """Where block and head of a tile lie, the block, and its semaphore."""
-                g, i = place(tile)
-                block, here = at(g, i)
-                head = entry * size.get("n", 1) + first_head + g
-                return here, block, counts.at[head * dq_blocks + block]
-
-            def added(tile):
-                """Tells that a tile's sums are in global memory."""
-                plgpu.wait_smem_to_gmem(0)
-                if "free" not in X:
-                    plgpu.semaphore_signal(counter(tile)[2], 1, memory_scope="gpu")
-
-            @pl.loop(0, group * count)
+            @pl.loop(0, tiles.count)
             def _(tile):
-                here, block, seen = counter(tile)
-                end = minimum(block * rows + rows, size["t"])
-                _, last = spec.key_blocks_met(block * rows, end, size["s"], keys)
-                before = last - 1 - lax.div(start, jnp.int32(keys))
-                slot = lax.rem(tile, jnp.int32(DQ_TILES))
-                source = refs["dq"].at[slot]
+                here, before = tiles.at(tile), tiles.before(tile)
+                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
+                source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
                 plgpu.barrier_wait(refs["dq here"].at[slot])
-                if "lag" in X:
-                    pl.when(tile > 0)(lambda: added(tile - 1))
-                if "free" not in X:
-                    plgpu.semaphore_wait(
-                        seen, before, decrement=False, memory_scope="gpu"
-                    )
+                plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
 
                 @pl.when(before == 0)
                 def _():
@@ -161,11 +113,8 @@ def backward(
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(refs["dq read"].at[slot])
-                if "lag" not in X:
-                    added(tile)
-
-            if "lag" in X:
-                pl.when(count > 0)(lambda: added(group * count - 1))
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.semaphore_signal(seen, 1, memory_scope="gpu")
 
         @pl.when(me == computing)
         def move():
@@ -184,8 +133,10 @@ def backward(
             k_own, v_own = refs["k"].at[mine], refs["v"].at[mine]
             plgpu.barrier_wait(refs["own here"])
 
-            def visit(dk_sum, dv_sum, head_spec, head_where, masked, tile, block):
-                here = {**head_where, **own, "t": Rows(block * rows, rows)}
+            def visit(dk_sum, dv_sum, tile):
+                there, masked = tiles.at(tile), tiles.masked(tile)
+                head_spec, _, _ = program.query_head(spec, where, layout, there["n"])
+                here = {**there, "s": own["s"]}
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 dz_tile = refs["dz"].at[ring.slot(tile)]
 
@@ -224,9 +175,9 @@ def backward(
                 part = pl.run_scoped(of_queries, plgpu.ACC(parts.shape, _F32))
                 ring.release("do", tile)
 
-                slot = lax.rem(tile, jnp.int32(DQ_TILES))
+                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
 
-                @pl.when(tile >= DQ_TILES)
+                @pl.when(tile >= _DQ_TILES)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[slot])
 
@@ -237,19 +188,9 @@ def backward(
                 ring.release("q", tile)
 
             def walk(dk_sum, dv_sum):
-                @pl.loop(0, group)
-                def _(g):
-                    head_spec, head_where, _ = program.query_head(
-                        spec, where, layout, first_head + g
-                    )
-                    sums = dk_sum, dv_sum, head_spec, head_where
-
-                    @pl.loop(0, count)
-                    def _(i):
-                        masked, block = needed.at(i)
-                        visit(
-                            *sums, masked if any_edge else False, g * count + i, block
-                        )
+                @pl.loop(0, tiles.count)
+                def _(tile):
+                    visit(dk_sum, dv_sum, tile)
 
                 return dk_sum[...], dv_sum[...]
 
@@ -276,19 +217,98 @@ def backward(
     )
 
 
-def _met(spec, where, layout: memory.Layout, head) -> Range:
-    """The range of query blocks that meet a program's keys.
+def _last_first(q: Named, k: Named) -> bool:
+    """Whether programs of the last keys start first.
 
-    Exactly those: programs that come after this one count on it.
+    Under a causal mask these are the shortest, and each begins where the others are
+    not: no program waits at its start. Those of a group of query heads are so long that
+    the longest should start first, which costs less than what they leave idle at the
+    end (NVIDIA H200, 2026-11-24: benchmarks/lab/067-mosaic-gpu-backward.md).
     """
-    keys, size = layout.rows["s"], layout.size
-    start = where["s"].start
-    end = minimum(start + keys, size["s"])
-    first, last = spec.query_blocks_met(start, end, size["t"], layout.rows["t"])
-    _, _, full = program.query_head(spec, where, layout, head)
-    full_lo = minimum(maximum(full.full_lo, first), last)
-    full_hi = maximum(minimum(full.full_hi, last), full_lo)
-    return Range(first, full_lo, full_hi, last)
+    size = sizes([q, k])
+    return size.get("n") == size.get("k")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The blocks of queries that a program visits, of each query head of its group.
+
+    Attributes:
+      spec, where: of the program.
+      layout: of the kernel.
+      needed: the blocks: those that meet its keys, exactly, as the programs that come
+        after this one count on it.
+    """
+
+    spec: AttentionSpec
+    where: program.Where
+    layout: memory.Layout
+    needed: Range
+
+    @classmethod
+    def of(cls, spec, where, layout: memory.Layout) -> _Tiles:
+        keys, size, start = layout.rows["s"], layout.size, where["s"].start
+        end = minimum(start + keys, size["s"])
+        first, last = spec.query_blocks_met(start, end, size["t"], layout.rows["t"])
+        _, _, blocks = program.query_head(spec, where, layout, jnp.int32(0))
+        full_lo = minimum(maximum(blocks.full_lo, first), last)
+        full_hi = maximum(minimum(blocks.full_hi, last), full_lo)
+        return cls(spec, where, layout, Range(first, full_lo, full_hi, last))
+
+    @property
+    def count(self):
+        return jnp.int32(self.needed.count) * self.layout.group
+
+    def _head(self, tile):
+        """The query head of a tile: those of a group take turns."""
+        first = self.where["k"] * self.layout.group if "k" in self.where else 0
+        return first + lax.rem(tile, jnp.int32(self.layout.group))
+
+    def _block(self, tile) -> tuple[Any, Any]:
+        """Whether pairs of a tile may be masked, and its block of queries."""
+        i = lax.div(tile, jnp.int32(self.layout.group))
+        back = jnp.int32(self.needed.count) - 1 - i
+        return self.needed.at(i if self.layout.last_first else back)
+
+    def at(self, tile) -> program.Where:
+        rows = self.layout.rows["t"]
+        here = Rows(self._block(tile)[1] * rows, rows)
+        return {**self.where, "n": self._head(tile), "t": here}
+
+    def masked(self, tile):
+        """A traced boolean, or False if no pair of any tile is masked."""
+        edges = self.needed.edges
+        return False if isinstance(edges, int) and edges == 0 else self._block(tile)[0]
+
+    def before(self, tile):
+        """How many programs add to the dq of a tile before this one."""
+        keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
+        end = minimum(rows.start + rows.size, size["t"])
+        met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
+        own = lax.div(self.where["s"].start, jnp.int32(keys))
+        return met[1] - 1 - own if self.layout.last_first else own - met[0]
+
+    @property
+    def _axes(self) -> list[tuple[str, int]]:
+        """Of the blocks of dq, but that of the blocks."""
+        names = [x for x in (*self.layout.names, "n") if x not in ("s", "k")]
+        return [(x, self.layout.size[x]) for x in names if x in self.layout.size]
+
+    @property
+    def _blocks_of_rows(self) -> int:
+        return -(-self.layout.size["t"] // self.layout.rows["t"])
+
+    @property
+    def all_sums(self) -> int:
+        """How many blocks dq has."""
+        return self._blocks_of_rows * math.prod(size for _, size in self._axes)
+
+    def number(self, tile):
+        """Of the block of dq of a tile."""
+        here, number = self.at(tile), jnp.int32(0)
+        for name, size in self._axes:
+            number = number * size + here[name]
+        return number * self._blocks_of_rows + self._block(tile)[1]
 
 
 class _Columns:
@@ -337,10 +357,10 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
         "k": support.tile((keys, h), dtype),
         "v": support.tile((keys, d), dtype),
         "dz": support.tile((stages, keys, rows), dtype),
-        "dq": support.tile((DQ_TILES, rows, h), _F32),
+        "dq": support.tile((_DQ_TILES, rows, h), _F32),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
-        "dq here": plgpu.Barrier(num_barriers=DQ_TILES, num_arrivals=computing),
-        "dq read": plgpu.Barrier(num_barriers=DQ_TILES, num_arrivals=1),
+        "dq here": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=computing),
+        "dq read": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=1),
         **Ring.shared(of_q, stages, readers=computing),
         **Ring.shared(of_do, stages, readers=computing),
     }

@@ -89,7 +89,7 @@ class Layout(layout.Layout):
         **arguments,
     ):
         super().__init__(operands, **arguments)
-        self._last_first = last_first
+        self.last_first = last_first
         pairs = list(zip(self.names, self.grid, strict=True))
         own = [pair for pair in pairs if pair[0] in self.num_blocks]
         others = [pair for pair in pairs if pair[0] not in self.num_blocks]
@@ -107,7 +107,7 @@ class Layout(layout.Layout):
             ids[name] = lax.rem(rest, jnp.int32(size))
             rest = lax.div(rest, jnp.int32(size))
         ids[last] = rest
-        if self._last_first:
+        if self.last_first:
             ids |= {a: n - 1 - ids[a] for a, n in self.num_blocks.items()}
         if "n" in ids:
             ids["k"] = lax.div(ids["n"], jnp.int32(self.group))

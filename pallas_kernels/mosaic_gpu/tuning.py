@@ -63,9 +63,9 @@ def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
     return None
 
 
-# Keys times elements of a head, for each query, from which on these kernels are
-# faster: a program's start and end are then little of its time.
-_MUCH = 1024 * 96
+# Keys, about, that a query looks at, from which on these kernels are faster, by the
+# largest head size: a program's start and end are then little of its time.
+_FEWEST_KEYS = {80: 4096, 256: 1024}
 # Programs for each multiprocessor, at least.
 _ENOUGH = 0.8
 
@@ -79,7 +79,8 @@ def slower(call: Call, programs: float) -> str | None:
     keys = call.spec.mean_keys(call.size["s"])
     if call.spec.is_sparse:
         return "most blocks of keys may be skipped"
-    if keys * max(call.head_sizes) < _MUCH:
+    largest = max(call.head_sizes)
+    if keys < next(n for size, n in _FEWEST_KEYS.items() if largest <= size):
         return f"about {keys} keys for a query are few"
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
