@@ -9,19 +9,14 @@ import math
 
 import jax
 
-from benchmarks.harness import is_gpu
 from benchmarks.programs import JaxPeer, TorchPeer
 
 
 def _jax_flash2():
     import jax_flash2
 
-    implementation = "triton" if is_gpu() else "xla"
-
     def attention(q, k, v, *, causal):
-        return jax_flash2.attention(
-            q, k, v, is_causal=causal, implementation=implementation
-        )
+        return jax_flash2.attention(q, k, v, is_causal=causal)
 
     return attention
 

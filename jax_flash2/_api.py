@@ -168,11 +168,11 @@ def attention(
         `jax.lax.DotAlgorithmPreset`, attention uses the first of these that is at least
         as exact. For a pair, it uses the more exact half. Default:
         `jax.default_matmul_precision`.
-      implementation: "mosaic_gpu" (Pallas kernels for Hopper; the gradients are those
-        of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX loops,
-        any platform), "reference" (quadratic memory, for tests), or None for the first
-        of these but the last that supports the call and is not known to be slower than
-        the next. A named implementation runs or raises; it never falls back.
+      implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients that these lack
+        are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
+        loops, any platform), "reference" (quadratic memory, for tests), or None for the
+        first of these but the last that supports the call and is not known to be slower
+        than the next. A named implementation runs or raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
       return_residual: if True, also return the log-sum-exp of the scores.
 

@@ -279,13 +279,31 @@ MUTANTS = [
         ),
         (
             "a masked score under a soft cap",
-            "scores.x, self.pairs.masked)",
-            "scores.x, False)",
+            "masked = self.pairs.masked is not False",
+            "masked = False",
             rule("soft_cap"),
         ),
     ),
     *of(
         "pallas_kernels/core/spec.py",
+        (
+            "a block of queries beyond the length, that no other one waits for",
+            "last = divide(self.q_limit(q_size) + block_q - 1, block_q)",
+            "last = divide(self.q_limit(q_size), block_q)",
+            "tests/test_mask.py -k both_sides",
+        ),
+        (
+            "keys beyond the length that meet queries",
+            "kv_lo < self.kv_limit(2**30)",
+            "kv_lo <= self.kv_limit(2**30)",
+            "tests/test_mask.py -k both_sides",
+        ),
+        (
+            "a block that ends before it starts",
+            "return first, first + _where(start < end, blocks)",
+            "return first, first + blocks",
+            "tests/test_mask.py -k both_sides",
+        ),
         (
             "dropped keys meet products",
             "jnp.where(keys.to(axes), x.to(axes), zero)",
