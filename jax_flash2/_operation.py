@@ -144,7 +144,11 @@ class Operation:
     """
 
     def __init__(
-        self, name: str, rule: Callable, outputs: Callable, backend=_own_backend
+        self,
+        name: str,
+        rule: Callable,
+        outputs: Callable,
+        backend: Callable = _own_backend,
     ):
         self.name, self.rule, self.outputs = name, rule, outputs
         self.backend = backend

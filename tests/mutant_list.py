@@ -306,7 +306,7 @@ MUTANTS = [
         ),
         (
             "dropped keys meet products",
-            "jnp.where(keys.to(axes), x.to(axes), zero)",
+            "jnp.where(kept.to(axes), x.to(axes), zero)",
             "jnp.where(True, x.to(axes), zero)",
             "tests/test_attention.py -k 'masked_keys and keys-xla'",
         ),

@@ -258,11 +258,9 @@ class AttentionSpec:
         lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
         for limit in lengths:
             if limit is not None:
-                limit, x = limit.squeezed(), x.squeezed()
+                axes = (*limit.squeezed().axes, name)
                 rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
-                axes = (*(a for a in limit.axes if a not in x.axes), *x.axes)
-                kept = rows.to(axes) < limit.to(axes)
-                x = Named(jnp.where(kept, x.to(axes), jnp.zeros((), x.dtype)), axes)
+                x = _only(x, Named(rows.to(axes) < limit.to(axes), axes))
         return x
 
     def drops_pairs(self) -> bool:
@@ -287,12 +285,15 @@ class AttentionSpec:
         each block: no NaN there may meet a product.
         """
         keys = self._kept_keys()
-        if keys is None:
-            return x
-        x = x.squeezed()
-        axes = (*(a for a in keys.axes if a not in x.axes), *x.axes)
-        zero = jnp.zeros((), x.dtype)
-        return Named(jnp.where(keys.to(axes), x.to(axes), zero), axes)
+        return x if keys is None else _only(x, keys)
+
+
+def _only(x: Named, kept: Named) -> Named:
+    """x, and 0 where it is not kept."""
+    x = x.squeezed()
+    axes = (*(a for a in kept.axes if a not in x.axes), *x.axes)
+    zero = jnp.zeros((), x.dtype)
+    return Named(jnp.where(kept.to(axes), x.to(axes), zero), axes)
 
 
 def _where(condition, count):

@@ -26,7 +26,6 @@ lowering_context = support.lowering_context
 
 def unsupported(call: Call, /) -> str | None:
     """Why this backend cannot serve a call here and now, or None."""
-    spec = call.spec
     if call.interpret:
         return "its kernels are not interpreted"
     if device.capability() != 90:

@@ -1,6 +1,6 @@
 """The backward kernel for Hopper: one pass of five products (Dao 2023, algorithm 2).
 
-Grid: (key blocks from the last on, key/value heads, batch axes). A program owns a block
+Grid: (key blocks, key/value heads, batch axes). A program owns a block
 of keys and loops over the query heads of its group and the blocks of queries that meet
 its keys. Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk and dv
 are summed in their registers, and p and dz go to these products from registers. dz also
@@ -8,10 +8,10 @@ goes to shared memory, from which all warpgroups together make dq of the block. 
 warpgroup has a warp that loads, by TMA, and one that adds dq to global memory, by TMA
 too, in float32.
 
-The additions to a block of dq have one order, from the last key block that meets it to
-the first, so that the same inputs give the same bits. A semaphore of the block counts
-them. A program waits only for programs of lower indices, which started before it: it
-cannot be stopped by what else runs on the GPU. The first of them stores.
+The additions to a block of dq have one order, that of the programs whose keys meet it,
+so that the same inputs give the same bits: from the last key block or from the first
+(`_last_first`). A semaphore of the block counts them, and the first one stores. A
+program waits only for programs of lower indices, which a GPU starts before it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32.
@@ -311,7 +311,7 @@ class _Tiles:
         return number * self._blocks_of_rows + self._block(tile)[1]
 
 
-class _Columns:
+class _ByColumns:
     """Each warpgroup makes all rows of some columns of dq."""
 
     def __init__(self, rows: int, h: int, computing: int):
@@ -327,7 +327,7 @@ class _Columns:
         return dq.at[:, self._own(me)]
 
 
-class _Rows:
+class _ByRows:
     """Each warpgroup makes all columns of 64 rows of dq."""
 
     def __init__(self, h: int):
@@ -340,10 +340,10 @@ class _Rows:
         return dq.at[pl.ds(me * ROWS, ROWS)]
 
 
-def _parts_of_dq(rows: int, h: int, computing: int) -> _Rows | _Columns:
+def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
     if rows == ROWS * computing:
-        return _Rows(h)
-    return _Columns(rows, h, computing)
+        return _ByRows(h)
+    return _ByColumns(rows, h, computing)
 
 
 def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:

@@ -243,12 +243,9 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
         "walked": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
     }
     for name, size in (("k", h), ("v", d)):
-        refs |= {
-            name: support.tile((stages, blocks.block_kv, size), dtype),
-            f"{name} here": plgpu.Barrier(num_barriers=stages),
-            f"{name} read": plgpu.Barrier(num_barriers=stages, num_arrivals=computing),
-            f"{name} again": plgpu.Barrier(num_barriers=computing),
-        }
+        tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}
+        refs |= Ring.shared(tiles, stages, readers=computing)
+        refs[f"{name} again"] = plgpu.Barrier(num_barriers=computing)
     if h != d:
         refs["o"] = support.tile((computing, ROWS, d), dtype)
     return refs

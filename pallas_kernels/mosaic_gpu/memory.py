@@ -1,7 +1,7 @@
 """From named axes to Mosaic GPU programs: where rows lie in an array, and the launch.
 
 Operands stay in global memory. Tiles of rows and head elements come by TMA
-(`View.rows`), scalars and vectors by ordinary loads (`View.load`).
+(`View.at`), scalars and vectors by ordinary loads (`View.load`).
 """
 
 from __future__ import annotations
