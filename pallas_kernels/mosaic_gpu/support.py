@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
@@ -75,7 +76,21 @@ def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
-    return start + lax.broadcasted_iota(jnp.int32, shape, axis)
+    """Of one axis first: of both, the compiler keeps one for each pair in registers."""
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    rows = (shape[axis],)
+
+    # `lax.iota` says no layout, and the search for one may take a minute.
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct(rows, jnp.int32, layout=layout)
+    )
+    def iota(_):
+        i32 = ir.IntegerType.get_signless(32)
+        return mgpu.FragmentedArray.broadcasted_iota(
+            i32, rows, 0, layout.to_mgpu(), is_signed=True
+        )
+
+    return _along(start + iota(), axis - 2, shape)
 
 
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
