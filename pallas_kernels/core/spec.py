@@ -245,6 +245,17 @@ class AttentionSpec:
         return any(isinstance(atom, DataDependent) for atom in self.masks)
 
     @property
+    def rows_are_sorted(self) -> bool:
+        """Whether query rows are known to look at equally many keys, or later at more.
+
+        Of all batch entries alike (fields hold `Named`).
+        """
+        by_data = any(isinstance(atom, DataDependent | Lengths) for atom in self.masks)
+        starts = () if self.offset is None else self.offset.squeezed().axes
+        known = self.later_rows_see_more or not self._windows
+        return known and not by_data and not starts
+
+    @property
     def is_dense(self) -> bool:
         """Whether a boolean array says which pairs are kept."""
         return any(isinstance(atom, DenseMask) for atom in self.masks)

@@ -1,0 +1,87 @@
+"""Which tiles (a block of rows of one head) each program of a kernel goes through."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+# Sets of rounds are the bits of an int32 that is not negative.
+MOST_ROUNDS = 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Programs that each go through tiles in rounds, one tile a round.
+
+    Attributes:
+      tiles: how many there are.
+      programs: how many, at most as many as tiles.
+    """
+
+    tiles: int
+    programs: int
+
+    @classmethod
+    def of(cls, tiles: int, multiprocessors: int, *, alike: bool) -> Schedule:
+        """One program on each multiprocessor, where their work can be made alike.
+
+        A program loads for its next tile while it computes, which the next program on
+        its multiprocessor cannot. But the tiles that a program goes through are chosen
+        before anything runs. Where data say how long they take, each is a program: the
+        GPU then gives the next one to the multiprocessor that is free first. If rounds
+        would be more than `MOST_ROUNDS`, each multiprocessor has several programs, one
+        after the other.
+
+        Args:
+          alike: whether tiles take equally long, or are known to be sorted by that.
+        """
+        each = -(-tiles // (MOST_ROUNDS * multiprocessors))
+        return cls(tiles, min(tiles, each * multiprocessors) if alike else tiles)
+
+    @property
+    def most_rounds(self) -> int:
+        """Of a program: the last one may lack a tile."""
+        return -(-self.tiles // self.programs)
+
+    def tile(self, program, r):
+        """The tile of a program in round r.
+
+        Every other round deals the tiles out backwards. So the sums are alike where the
+        tiles are sorted.
+        """
+        back = (r & 1) * (self.programs - 1 - 2 * program)
+        return r * self.programs + program + back
+
+    def rounds(self, program):
+        """All of a program's rounds, a set."""
+        most = (1 << self.most_rounds) - 1
+        last = self.most_rounds - 1
+        lacks = self.tile(program, last) >= self.tiles
+        return jnp.int32(most) - (jnp.asarray(lacks, jnp.int32) << last)
+
+    def fold(self, todo, visit: Callable, state):
+        """Runs `state = visit(r, state)` for the rounds in a set."""
+
+        def one(r, state):
+            return lax.cond(has(todo, r), lambda: visit(r, state), lambda: state)
+
+        most = jnp.int32(self.most_rounds)
+        return lax.fori_loop(jnp.int32(0), most, one, state)
+
+
+def has(rounds, r):
+    """Whether round r is in a set."""
+    return (rounds >> r) & 1 == 1
+
+
+def has_next(rounds, r):
+    """Whether the round after r is."""
+    return has(rounds >> 1, r)
+
+
+def has_last(rounds, r):
+    """Whether the round before r is."""
+    return has(rounds << 1, r)
