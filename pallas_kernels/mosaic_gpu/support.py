@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.core.arithmetic import Arithmetic
 
@@ -114,6 +115,44 @@ def named_barrier(instruction: str, number, warpgroups: int) -> None:
         llvm.inline_asm(nothing, numbers, text, "r", has_side_effects=True)
 
     issue(number)
+
+
+def anywhere(me, flags: jax.Array) -> jax.Array:
+    """In how many threads of this warpgroup a row's flag is set, for all of them.
+
+    `jnp.max` would not do: it goes through shared memory that all warpgroups have in
+    common, so that one may read what another one wrote. The shuffle is for the
+    compiler, which must see that threads of a warp do not differ: it puts products in
+    sequence where threads may take branches apart (ptxas C7520).
+
+    Args:
+      me: the number of this warpgroup.
+      flags: int32 of its rows, 0 or 1.
+    """
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(splat, plgpu.Layout.WGMMA.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat),
+    )
+    def count(_, barrier, flags):
+        kind = ir.IntegerType.get_signless(32)
+        own = functools.reduce(arith.ori, map(_element, flags.registers.flat))
+        text = (
+            "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $2, 0; "
+            f"bar.red.popc.u32 n, $1, {WARPGROUP}, p; "
+            "shfl.sync.idx.b32 $0, n, 0, 31, -1; }"
+        )
+        numbers = [barrier.registers[()], own]
+        found = llvm.inline_asm(kind, numbers, text, "=r,r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return count(jnp.int32(1) + me, flags)  # the barrier of the warpgroup itself
+
+
+def _element(register: ir.Value) -> ir.Value:
+    """Of a vector of one."""
+    return vector.extract(register, [], [0])
 
 
 class Turns:
