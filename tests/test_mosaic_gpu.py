@@ -156,6 +156,25 @@ def test_blocks_lower(blocks):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """Sets how many the GPU is said to have: with few, programs have many tiles."""
+
+    def set_count(count: int) -> None:
+        jax.clear_caches()
+        monkeypatch.setattr(device, "multiprocessors", lambda: count)
+
+    yield set_count
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", ["causal", "head_192_128", "head_256"])
+def test_many_tiles_a_program_lower(name, multiprocessors):
+    multiprocessors(3)
+    text = lowered(by_name(name), jnp.bfloat16)
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
 WRONG = {
     "float32": ({}, {"dtype": jnp.float32}, "dtype float32 is not"),
     "head_size": ({}, {"h": 264}, "head size 264 is above 256"),
@@ -280,6 +299,43 @@ def test_rows_that_leave_their_range(
     config = None if blocks is None else Config(forward=blocks)
     more = {"arrays": (q, k, v), "config": config}
     check(case, dtype, record_property, **more)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("head", "blocks"),
+    [(256, None), (64, None), *((64, blocks) for blocks in BLOCKS.values())],
+    ids=["head_256", "chosen", *BLOCKS],
+)
+@pytest.mark.parametrize("share", [0.05, 0.5])
+@pytest.mark.parametrize(
+    ("name", "levels"), [("plain", "beyond_float32"), ("causal", "falling")]
+)
+def test_many_tiles_a_program(
+    name, levels, share, head, blocks, multiprocessors, record_property
+):
+    """Rows leave their range in some tiles: the same bits as of a tile a program."""
+    case = dataclasses.replace(by_name(name), t=1024, s=1024, h=head, d=head)
+    (q, k, v), arguments = case.inputs("float16")
+    level = np.repeat(np.float32(LEVELS[levels]), case.s // 4) * case.h**0.5
+    rng = np.random.default_rng(0)
+    own = rng.random((q.shape[0], case.t // 64, q.shape[2])) < share
+    q = q.at[..., 0].set(np.repeat(own, 64, axis=1).astype(q.dtype))
+    k = k.at[..., 0].set(level[None, :, None].astype(k.dtype))
+    more = {"config": None if blocks is None else Config(forward=blocks)}
+
+    def results(count, times=1):
+        multiprocessors(count)
+        call = functools.partial(attention, **arguments, **MOSAIC, **more)
+        run = jax.jit(functools.partial(call, return_residual=True))
+        return [jax.device_get(run(q, k, v)) for _ in range(times)]
+
+    (alone,) = results(1 << 20)
+    for count in (1, 2, 7):
+        for found in results(count, times=20):
+            for a, b in zip(found, alone, strict=True):
+                np.testing.assert_array_equal(a, b)
+    check(case, "float16", record_property, arrays=(q, k, v), **more)
 
 
 @on_hopper

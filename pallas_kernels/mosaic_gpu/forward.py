@@ -1,22 +1,31 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
-Grid: (query blocks, query heads, batch axes). A program has warpgroups that compute, of
-64 query rows each, and one that only loads: it brings keys and values by TMA into a
-ring of tiles in shared memory, in the order of `Range.at`. That is first the blocks in
-which pairs may be masked, or one, with `flash2.update`, then all the others with the
-maximum as it is (`flash2.accumulate`). If a row was not in its range, its warpgroup
-goes through the keys again, with maxima alone.
+A tile is a block of query rows of one head and batch entry. A program goes through
+several, one a round (`schedule.Schedule`): tiles of the longest rows first, those of
+the same rows or of the same head side by side.
 
-A round issues the products of the next keys, then those of the last probabilities with
+A program has warpgroups that compute, of 64 query rows each, and one that only loads:
+it brings keys and values by TMA into a ring of tiles in shared memory, in the order of
+`Range.at`, and runs on into the next round while the last one is computed and stored.
+First come the blocks in which pairs may be masked, or one, with `flash2.update`, then
+all the others with the maximum as it is (`flash2.accumulate`). Where a row was not in
+its range, its warpgroup has lost the round and stores nothing: after the last round,
+the program goes through the lost ones once more, with maxima alone.
+
+A step issues the products of the next keys, then those of the last probabilities with
 their values, and computes the next probabilities while the second run (Shah 2024,
 section 3.2). Warpgroups take turns at this: one computes while another multiplies
 (section 3.1).
 
-Shared memory: q [block_q, H], and num_stages times k [block_kv, H], v [block_kv, Hv].
+Shared memory: q [block_q, H], num_stages times k [block_kv, H], v [block_kv, Hv], and o
+[block_q, Hv], where that fits (`tuning.output_apart`): the next queries then come as
+soon as the last product has read these. Else o is written over q.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,13 +34,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
+from pallas_kernels import device, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 # Registers of a thread that loads, and of one that computes, by warpgroups of these.
@@ -61,50 +71,82 @@ def forward(
     layout = memory.Layout.of(
         "forward", operands, launch, blocks_last=spec.later_rows_see_more
     )
+    schedule = Schedule.of(
+        layout.tiles, device.multiprocessors(), alike=spec.rows_are_sorted
+    )
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
+    o_apart = tuning.output_apart(blocks, (h, d))
     turns = support.Turns(computing, warpgroups=computing + 1)
 
     def kernel(inputs, outputs, refs):
-        q, k, v, spec = inputs
+        q, k, v, all_spec = inputs
         o, lse = outputs
-        me = lax.axis_index("warpgroup")
+        me, number = lax.axis_index("warpgroup"), lax.axis_index("program")
         ring = Ring(refs, blocks.num_stages)
-        spec, where, start = program.query_start(spec, layout)
-        needed = program.key_blocks(spec, where, layout, start)
-        needed = needed.with_an_edge(1).with_a_block()
-        count, edges = jnp.int32(needed.count), jnp.int32(needed.edges)
+        rounds = schedule.rounds(number)
+
+        def tile_of(r):
+            """Of round r: the spec with scalars loaded, where it is, its first row."""
+            tile = schedule.tile(number, r)
+            return program.query_start(all_spec, layout.at_tile(tile))
+
+        def keys_of(tile, again):
+            spec, where, start = tile
+            needed = program.key_blocks(spec, where, layout, start)
+            needed = needed.with_an_edge(1).with_a_block()
+            needed = needed.all_edges() if again else needed
+            return needed, jnp.int32(needed.count)
 
         def keys_at(where, block):
             return {**where, "s": Rows(block * keys, keys)}
+
+        def lost_rounds():
+            """Those that a warpgroup lost, when all have been through all rounds."""
+            plgpu.barrier_wait(refs["walked"])
+            each = (refs["lost"][i] for i in range(computing))
+            return functools.reduce(operator.or_, each)
 
         @pl.when(me == computing)
         def load():
             plgpu.set_max_registers(_REGISTERS[computing][0], action="decrease")
 
-            @pl.loop(0, count)
-            def _(i):
-                here = keys_at(where, needed.at(i)[1])
-                ring.fill(i, k=k.at(here))
-                ring.fill(i, v=v.at(here))
+            def visit(again, r, first):
+                tile = tile_of(r)
+                needed, count = keys_of(tile, again)
+
+                @pl.loop(0, count)
+                def _(i):
+                    here = keys_at(tile[1], needed.at(i)[1])
+                    ring.fill(first + i, k=k.at(here))
+                    ring.fill(first + i, v=v.at(here))
+
+                return first + count
+
+            once, again = (functools.partial(visit, x) for x in (False, True))
+            first = schedule.fold(rounds, once, jnp.int32(0))
+            lost = lost_rounds()
+
+            @pl.when(lost != 0)
+            def _():
+                schedule.fold(lost, again, first)
 
         @pl.when(me < computing)
         def compute():
             plgpu.set_max_registers(_REGISTERS[computing][1], action="increase")
-            rows = start + me * ROWS
-            own_spec, own = program.query_rows(spec, where, layout, rows, ROWS)
             q_tile, q_here = refs["q"].at[me], refs["q here"].at[me]
-            plgpu.copy_gmem_to_smem(q.at(own), q_tile, q_here)
-            turns.start(me)
-            plgpu.barrier_wait(q_here)
+            o_tile = refs["o"].at[me] if o_apart else q_tile
+            lse_tile = refs["lse"].at[me]
+            nothing = flash2.init([ROWS], 1)
 
             def along(x, columns):
                 return arithmetic.along(x, -2, (ROWS, columns))
 
-            def scores(masked, block, qk):
-                here = keys_at(own, block)
-                pairs = program.pairs(own_spec, here, ("t", "s"), masked, launch)
-                return pairs.scores_of(qk, q.dtype)
+            def fetch_q(r):
+                _, where, start = tile_of(r)
+                own = {**where, "t": Rows(start + me * ROWS, ROWS)}
+                plgpu.commit_smem()  # all of its warps have read the last one
+                plgpu.copy_gmem_to_smem(q.at(own), q_tile, q_here)
 
             def products(i, before=None):
                 """Of q and tile i of keys; `before` issues others to run after them."""
@@ -123,7 +165,16 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(acc):
+            def walk(first, count, edges, scores, q_read, acc):
+                """Through the keys: tiles of the ring from number `first` on.
+
+                Args:
+                  edges: how many of the `count` blocks may have masked pairs.
+                  scores: of whether they may, the tile's number and the products.
+                  q_read: called when no more products read q.
+                """
+                last = first + count - 1
+
                 def add(i, p):
                     ring.wait("v", i)
                     plgpu.wgmma(acc, p, ring.tile("v", i))
@@ -135,8 +186,7 @@ def forward(
                 def edge(i, state):
                     m, total, p = state
                     qk = products(i, lambda: add(i - 1, p))
-                    found = scores(True, needed.at(i)[1], qk)
-                    m, alpha, p = flash2.update(m, found, arithmetic)
+                    m, alpha, p = flash2.update(m, scores(True, i, qk), arithmetic)
                     added(i - 1)
                     acc[...] = acc[...] * along(alpha, d)
                     total = flash2.add_row_sums(total * alpha, p)
@@ -145,81 +195,83 @@ def forward(
                 def full(shift, i, state):
                     total, p = state
                     qk = products(i, lambda: add(i - 1, p))
-                    found = scores(False, needed.at(i)[1], qk)
+                    found = scores(False, i, qk)
                     p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
                     return total, p.astype(v.dtype)
 
-                found = scores(True, needed.at(jnp.int32(0))[1], products(jnp.int32(0)))
+                found = scores(True, first, products(first))
                 m, _, p = flash2.update(nothing.m, found, arithmetic)
                 state = m, jnp.sum(p, axis=-1), p.astype(v.dtype)
-                m, *state = lax.fori_loop(jnp.int32(1), edges, edge, state)
-                shift = flash2.finite(m)
-                total, p = lax.fori_loop(
-                    edges, count, lambda i, x: full(shift, i, x), tuple(state)
-                )
-                add(count - 1, p)
-                added(count - 1)
+                m, *state = lax.fori_loop(first + 1, first + edges, edge, state)
+                full = functools.partial(full, flash2.finite(m))
+                total, p = lax.fori_loop(first + edges, last + 1, full, tuple(state))
+                q_read()
+                add(last, p)
+                added(last)
                 return flash2.State(m, total, acc[...])
 
-            def walk_again(acc):
-                """By itself, with the tile of the ring that has its number."""
-                k_tile, v_tile = refs["k"].at[me], refs["v"].at[me]
-                k_here, v_here = refs["k again"].at[me], refs["v again"].at[me]
-                every = needed.all_edges()
+            def visit(again, todo, r, state):
+                """One round, of those in `todo`; the rounds lost are in the state."""
+                first, lost = state
+                tile = spec, where, start = tile_of(r)
+                needed, count = keys_of(tile, again)
+                edges, rows = jnp.int32(needed.edges), start + me * ROWS
+                spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
-                def visit(i, state):
-                    m, total = state
-                    block = every.at(i)[1]
-                    here = keys_at(own, block)
-                    plgpu.commit_smem()  # all of its warps have read both tiles
-                    plgpu.copy_gmem_to_smem(k.at(here), k_tile, k_here)
-                    plgpu.copy_gmem_to_smem(v.at(here), v_tile, v_here)
+                def scores(masked, i, qk):
+                    here = keys_at(own, needed.at(i - first)[1])
+                    pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
+                    return pairs.scores_of(qk, q.dtype)
 
-                    def issue(qk):
-                        plgpu.barrier_wait(k_here)
-                        plgpu.wgmma(qk, q_tile, support.transposed(k_tile))
-                        return qk[...]
+                def fetch_next():
+                    pl.when(has_next(todo, r))(lambda: fetch_q(r + 1))
 
-                    qk = pl.run_scoped(issue, plgpu.ACC((ROWS, keys), _F32))
-                    found = scores(True, block, qk)
-                    m, alpha, p = flash2.update(m, found, arithmetic)
-                    acc[...] = acc[...] * along(alpha, d)
-                    plgpu.barrier_wait(v_here)
-                    plgpu.wgmma(acc, p.astype(v.dtype), v_tile)
-                    total = flash2.add_row_sums(total * alpha, p)
-                    plgpu.wgmma_wait(0)
-                    return m, total
+                pl.when(~has_last(todo, r))(lambda: fetch_q(r))  # else it was fetched
+                plgpu.barrier_wait(q_here)
+                q_read = fetch_next if o_apart else lambda: None
+                through = functools.partial(walk, first, count, edges, scores, q_read)
+                state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
+                if again:
+                    good = has(lost, r)
+                else:
+                    out = jnp.where(flash2.in_range(state, v.dtype), 0, 1)
+                    good = (support.anywhere(me, out) == 0) | (edges == count)
+                    lost = lost | (1 - good.astype(jnp.int32)) << r
 
-                state = nothing.m, nothing.l
-                m, total = lax.fori_loop(jnp.int32(0), count, visit, state)
-                return flash2.State(m, total, acc[...])
+                @pl.when(good)
+                def store():
+                    # A row without keys may have met values that are not finite.
+                    kept = along(state.l, d) != 0.0
+                    acc = jnp.where(kept, state.acc, 0.0)
+                    result, log = flash2.finish(
+                        state._replace(acc=acc), spec.sink, arithmetic
+                    )
+                    _wait_until_stored()  # of the last round, from the same tiles
+                    o_tile[...] = result.astype(o.dtype)
+                    lse_tile[...] = log
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(o_tile, o.at(own))
+                    plgpu.copy_smem_to_gmem(lse_tile, lse.at(own))
 
-            nothing = flash2.init([ROWS], 1)
-            sums = plgpu.ACC((ROWS, d), _F32)
-            state = pl.run_scoped(walk, sums)
+                if not o_apart:
+                    _wait_until_stored()
+                    fetch_next()
+                return first + count, lost
+
+            turns.start(me)
+            once = functools.partial(visit, False, rounds)
+            state = schedule.fold(rounds, once, (jnp.int32(0), jnp.int32(0)))
+            refs["lost"][me] = state[1]
             plgpu.barrier_arrive(refs["walked"])
-            good = flash2.in_range(state, v.dtype)
-            lost = jnp.max(jnp.where(good, 0, 1)) > 0
+            lost = lost_rounds()
 
-            def repaired():
-                plgpu.barrier_wait(refs["walked"])
-                return pl.run_scoped(walk_again, sums)
+            @pl.when(lost != 0)
+            def _():
+                schedule.fold(lost, functools.partial(visit, True, lost), state)
 
-            state = lax.cond((edges < count) & lost, repaired, lambda: state)
-            # A row without keys may have met values that are not finite.
-            kept = along(state.l, d) != 0.0
-            state = state._replace(acc=jnp.where(kept, state.acc, 0.0))
-            result, log = flash2.finish(state, own_spec.sink, arithmetic)
-            o_tile = refs["o"].at[me] if "o" in refs else q_tile
-            lse_tile = refs["lse"].at[me]
-            o_tile[...] = result.astype(o.dtype)
-            lse_tile[...] = log
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_tile, o.at(own))
-            plgpu.copy_smem_to_gmem(lse_tile, lse.at(own))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _wait_until_stored()
 
     return memory.call(
         kernel,
@@ -230,7 +282,13 @@ def forward(
         scratch=_shared(blocks, h, d, v.dtype),
         warpgroups=computing + 1,
         name="flash2_forward",
+        programs=schedule.programs,
     )
+
+
+def _wait_until_stored() -> None:
+    """Until the tiles that this warpgroup stores have been read."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
@@ -239,13 +297,13 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
     refs = {
         "q": support.tile((computing, ROWS, h), dtype),
         "lse": plgpu.SMEM((computing, ROWS), _F32),
+        "lost": plgpu.SMEM((computing,), jnp.int32),
         "q here": plgpu.Barrier(num_barriers=computing),
         "walked": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
     }
     for name, size in (("k", h), ("v", d)):
         tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}
         refs |= Ring.shared(tiles, stages, readers=computing)
-        refs[f"{name} again"] = plgpu.Barrier(num_barriers=computing)
-    if h != d:
+    if tuning.output_apart(blocks, (h, d)):
         refs["o"] = support.tile((computing, ROWS, d), dtype)
     return refs

@@ -6,6 +6,7 @@ Operands stay in global memory. Tiles of rows and head elements come by TMA
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -90,17 +91,25 @@ class Layout(layout.Layout):
     ):
         super().__init__(operands, **arguments)
         self.last_first = last_first
+        self.tile: Any = None
         pairs = list(zip(self.names, self.grid, strict=True))
         own = [pair for pair in pairs if pair[0] in self.num_blocks]
         others = [pair for pair in pairs if pair[0] not in self.num_blocks]
         self._fastest_first = others + own if blocks_last else own + others
 
     @property
-    def programs(self) -> int:
+    def tiles(self) -> int:
+        """How many tiles there are: a program has one, unless `call` is told."""
         return math.prod(self.grid)
 
+    def at_tile(self, number) -> Layout:
+        """This layout in a program that has come to tile `number`."""
+        there = copy.copy(self)
+        there.tile = number
+        return there
+
     def program_ids(self) -> dict[str, jax.Array]:
-        rest = lax.axis_index("program")
+        rest = lax.axis_index("program") if self.tile is None else self.tile
         ids = {}
         *first, (last, _) = self._fastest_first
         for name, size in first:
@@ -155,6 +164,7 @@ def call(
     scratch,
     warpgroups: int,
     name: str,
+    programs: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
 
@@ -165,6 +175,7 @@ def call(
       scratch: a tree of shared memory and barriers.
       warpgroups: of a program.
       name: of the kernel in profiles.
+      programs: how many; None for one for each tile of the grid.
     """
     leaves, tree = jax.tree.flatten(inputs)
     operands = [_as_copied(x.squeezed(), grid.rows) for x in leaves]
@@ -184,7 +195,7 @@ def call(
         body,
         out_type=[layout.varying_like(x.value, operands[0].value) for x in results],
         scratch_types=shared,
-        grid=(grid.programs,),
+        grid=(programs or grid.tiles,),
         grid_names=("program",),
         num_threads=warpgroups,
         thread_name="warpgroup",

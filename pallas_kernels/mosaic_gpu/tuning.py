@@ -38,8 +38,23 @@ def choose(heads: tuple[int, int], keys: int) -> Blocks:
 
 def shared_memory(blocks: Blocks, heads: tuple[int, int]) -> int:
     """Bytes that a program's tiles need, for elements of two bytes."""
-    own = heads[0] if heads[0] == heads[1] else sum(heads)
-    tiles = blocks.block_q * own + blocks.num_stages * blocks.block_kv * sum(heads)
+    extra = blocks.block_q * heads[1] if output_apart(blocks, heads) else 0
+    return _at_least(blocks, heads) + 2 * extra
+
+
+def output_apart(blocks: Blocks, heads: tuple[int, int]) -> bool:
+    """Whether a tile of output is not written over its queries.
+
+    Then the next queries come while it is computed and stored: so it is if it fits, and
+    where the two differ in size.
+    """
+    need = _at_least(blocks, heads) + 2 * blocks.block_q * heads[1]
+    return heads[0] != heads[1] or need <= device.shared_memory_limit()
+
+
+def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
+    """`shared_memory` without tiles of output."""
+    tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
     return 2 * tiles + 4 * blocks.block_q + _BESIDES
 
 
