@@ -242,6 +242,13 @@ def test_error_rule(case, dtype, record_property):
 
 
 @on_hopper
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_error_rule_of_many_tiles_a_program(case, multiprocessors, record_property):
+    multiprocessors(3)
+    check(case.full(), "bfloat16", record_property)
+
+
+@on_hopper
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
