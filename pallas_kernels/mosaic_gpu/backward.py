@@ -3,10 +3,10 @@
 Grid: (key blocks, key/value heads, batch axes). A program owns a block
 of keys and loops over the query heads of its group and the blocks of queries that meet
 its keys. Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk and dv
-are summed in their registers, and p and dz go to these products from registers. dz also
-goes to shared memory, from which all warpgroups together make dq of the block. One more
-warpgroup has a warp that loads, by TMA, and one that adds dq to global memory, by TMA
-too, in float32.
+are summed in their registers. p goes to its product from registers, dz from shared
+memory, of which all warpgroups together make dq of the block. The products of the next
+queries and keys run while dq goes to shared memory. One more warpgroup has a warp that
+loads, by TMA, and one that adds dq to global memory, by TMA too, in float32.
 
 The additions to a block of dq have one order, that of the programs whose keys meet it,
 so that the same inputs give the same bits: from the last key block or from the first
@@ -20,6 +20,7 @@ log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -85,8 +86,8 @@ def backward(
 
         def load():
             own = {**where, "s": Rows(start, keys)}
-            plgpu.copy_gmem_to_smem(k.at(own), refs["k"], refs["own here"])
-            plgpu.copy_gmem_to_smem(v.at(own), refs["v"], refs["own here"])
+            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
+            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
 
             @pl.loop(0, tiles.count)
             def _(tile):
@@ -130,74 +131,98 @@ def backward(
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
             mine = pl.ds(me * ROWS, ROWS)
             own = {**where, "s": Rows(start + me * ROWS, ROWS)}
-            k_own, v_own = refs["k"].at[mine], refs["v"].at[mine]
-            plgpu.barrier_wait(refs["own here"])
+            block_sum = plgpu.ACC((ROWS, rows), _F32)
 
-            def visit(dk_sum, dv_sum, tile):
+            def tiles_of_keys(tile):
+                # Their index is 0. If the compiler knew, it would hold addresses in
+                # registers, of which there are none to spare.
+                zero = lax.shift_right_logical(tile, jnp.int32(30))
+                k_block = refs["k"].at[zero]
+                return k_block, k_block.at[mine], refs["v"].at[zero, mine]
+
+            def vector(name, tile):
+                return support.load_vector(ring.tile(name, tile), 1, shared=True)
+
+            def multiply(qk_sum, tile, k_own):
+                plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
+
+            def visit(dk_sum, dv_sum, tile, qk):
+                """Takes the products of keys and queries of a tile, makes the next."""
+                k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(spec, where, layout, there["n"])
                 here = {**there, "s": own["s"]}
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
+                q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile)]
+                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
 
-                def vector(name):
-                    x = support.load_vector(ring.tile(name, tile), 1, shared=True)
-                    return pairs.along(x, "t")
-
-                def of_pairs(qk_sum, dp_sum):
-                    ring.wait("q", tile)
-                    plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
+                def of_pairs(dp_sum):
                     ring.wait("do", tile)
-                    plgpu.wgmma(
-                        dp_sum, v_own, support.transposed(ring.tile("do", tile))
-                    )
-                    lse = vector("lse")
-                    qk = plgpu.wgmma_accumulator_load(qk_sum, wait_n=1)
+                    plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+                    lse = pairs.along(vector("lse", tile), "t")
                     again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
-                    dropped, change = again.dropped, vector("delta")
+                    dropped = again.dropped
+                    change = pairs.along(vector("delta", tile), "t")
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
                     return dropped, again.dz(dp, change)
 
-                block_sum = plgpu.ACC((ROWS, rows), _F32)
-                p, dz = pl.run_scoped(of_pairs, block_sum, block_sum)
-                dz = dz.astype(q.dtype)
-                dz_tile[mine] = dz
-                plgpu.wgmma(dv_sum, p.astype(do.dtype), ring.tile("do", tile))
+                p, dz = pl.run_scoped(of_pairs, block_sum)
+                dz_tile[mine] = dz.astype(q.dtype)
+                plgpu.wgmma(dv_sum, p.astype(do.dtype), do_tile)
                 plgpu.commit_smem()
+                plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
                 support.named_barrier("sync", jnp.int32(together), computing)
+                more = tile + 1 < tiles.count
+                after = minimum(tile + 1, tiles.count - 1)
 
-                def of_queries(dq_sum):
-                    left, right = parts(me, dz_tile, refs["k"])
-                    plgpu.wgmma(dq_sum, support.transposed(left), right)
-                    plgpu.wgmma(dk_sum, dz, ring.tile("q", tile))
-                    return plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
-
-                part = pl.run_scoped(of_queries, plgpu.ACC(parts.shape, _F32))
-                ring.release("do", tile)
-
-                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
+                @pl.when(more)
+                def _():
+                    ring.wait("q", after)
 
                 @pl.when(tile >= _DQ_TILES)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[slot])
 
-                parts.of_sum(me, refs["dq"].at[slot])[...] = part
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs["dq here"].at[slot])
                 plgpu.wgmma_wait(0)
-                ring.release("q", tile)
+                ring.release("do", tile)
+
+                def of_queries(dq_sum, qk_sum):
+                    left, right = parts(me, dz_tile, k_block)
+                    plgpu.wgmma(dq_sum, support.transposed(left), right)
+                    multiply(qk_sum, after, k_own)
+                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
+                    pl.when(more)(lambda: ring.release("q", tile))
+                    parts.of_sum(me, refs["dq"].at[slot])[...] = part
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(refs["dq here"].at[slot])
+                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
+
+                dq_sum = plgpu.ACC(parts.shape, _F32)
+                return pl.run_scoped(of_queries, dq_sum, block_sum)
 
             def walk(dk_sum, dv_sum):
-                @pl.loop(0, tiles.count)
-                def _(tile):
-                    visit(dk_sum, dv_sum, tile)
+                first, count = jnp.int32(0), support.unknown(tiles.count)
+
+                def start(qk_sum):
+                    multiply(qk_sum, first, tiles_of_keys(first)[1])
+                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
+
+                @pl.when(tiles.count > 0)
+                def _():
+                    ring.wait("q", first)
+                    qk = pl.run_scoped(start, block_sum)
+                    step = functools.partial(visit, dk_sum, dv_sum)
+                    lax.fori_loop(first, count, step, qk)
 
                 return dk_sum[...], dv_sum[...]
 
+            plgpu.barrier_wait(refs["own here"])
             sums = [plgpu.ACC((ROWS, columns), _F32) for columns in (h, d)]
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
+            k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
             k_own[...] = (dk_block * spec.gradient_unit).astype(dk.dtype)
             v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
             plgpu.commit_smem()
@@ -354,8 +379,8 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
     of_q = {"q": support.tile((stages, rows, h), dtype), "lse": vector}
     of_do = {"do": support.tile((stages, rows, d), dtype), "delta": vector}
     return {
-        "k": support.tile((keys, h), dtype),
-        "v": support.tile((keys, d), dtype),
+        "k": support.tile((1, keys, h), dtype),
+        "v": support.tile((1, keys, d), dtype),
         "dz": support.tile((stages, keys, rows), dtype),
         "dq": support.tile((_DQ_TILES, rows, h), _F32),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),

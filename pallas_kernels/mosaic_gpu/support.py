@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -95,6 +96,25 @@ def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
 
 
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+
+
+def unknown(number: jax.Array) -> jax.Array:
+    """The same scalar, of which the compiler knows nothing: not even if it is static."""
+    splat = plgpu.Layout.WG_SPLAT
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
+
+    @plgpu.inline_mgpu(arg_types=(splat,), return_type=result)
+    def move(_, number):
+        i32, text = ir.IntegerType.get_signless(32), "mov.u32 $0, $1;"
+        numbers = [number.registers[()]]
+        moved = llvm.inline_asm(i32, numbers, text, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray(
+            _registers=np.array(moved, dtype=object),
+            _layout=number.layout,
+            _is_signed=True,
+        )
+
+    return move(number)
 
 
 def named_barrier(instruction: str, number, warpgroups: int) -> None:
