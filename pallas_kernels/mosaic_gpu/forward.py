@@ -1,8 +1,7 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
 A tile is a block of query rows of one head and batch entry. A program goes through
-several, one a round (`schedule.Schedule`): tiles of the longest rows first, those of
-the same rows or of the same head side by side.
+several, one a round (`schedule.Schedule`, and `memory.Layout` for their order).
 
 A program has warpgroups that compute, of 64 query rows each, and one that only loads:
 it brings keys and values by TMA into a ring of tiles in shared memory, in the order of
@@ -69,7 +68,7 @@ def forward(
     blocks, arithmetic = launch.blocks, launch.arithmetic
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
     layout = memory.Layout.of(
-        "forward", operands, launch, blocks_last=spec.later_rows_see_more
+        "forward", operands, launch, by_block=spec.later_rows_see_more
     )
     schedule = Schedule.of(
         layout.tiles, device.multiprocessors(), alike=spec.rows_are_sorted

@@ -18,12 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import layout
+from pallas_kernels import device, layout
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu.schedule import heads_together
 
 _HEADS = ("h", "d")
+# Bytes of keys and values that the GPU's cache holds beside all else.
+_CACHED = 20 << 20
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
 
@@ -73,34 +76,40 @@ class View(layout.View):
 
 
 class Layout(layout.Layout):
-    """A flat grid: programs of one block and its heads, or of one head and its blocks.
+    """A flat grid of tiles: a block of `t` or `s` of one head and batch entry each.
 
     Args:
-      blocks_last: whether programs of the same block run side by side, those of the
-        next block after them; else those of the same head and batch entry.
-      last_first: whether the last block's programs come first.
+      by_block: whether the tiles of the same block of several heads lie side by side,
+        those of the next block after them. Then come the next heads, from the other
+        end: neighbours take about equally long.
+      last_first: whether the last block's tiles come first.
     """
 
     def __init__(
-        self,
-        operands,
-        *,
-        blocks_last: bool = False,
-        last_first: bool = False,
-        **arguments,
+        self, operands, *, by_block: bool = False, last_first: bool = False, **arguments
     ):
         super().__init__(operands, **arguments)
         self.last_first = last_first
         self.tile: Any = None
-        pairs = list(zip(self.names, self.grid, strict=True))
-        own = [pair for pair in pairs if pair[0] in self.num_blocks]
-        others = [pair for pair in pairs if pair[0] not in self.num_blocks]
-        self._fastest_first = others + own if blocks_last else own + others
+        self.together = self._heads_together() if by_block else 1
+
+    def _heads_together(self) -> int:
+        ((_, blocks),) = self.num_blocks.items()
+        elements = self.size["s"] * (self.size["h"] + self.size["d"])
+        cached = max(_CACHED // (2 * elements), 1) * self.group
+        heads = math.prod(self._heads.values())
+        return heads_together(heads, blocks, device.multiprocessors(), cached)
 
     @property
     def tiles(self) -> int:
-        """How many tiles there are: a program has one, unless `call` is told."""
+        """How many there are: a program has one, unless `call` is told."""
         return math.prod(self.grid)
+
+    @property
+    def _heads(self) -> dict[str, int]:
+        """The axes of heads and batch entries."""
+        pairs = zip(self.names, self.grid, strict=True)
+        return {name: size for name, size in pairs if name not in self.num_blocks}
 
     def at_tile(self, number) -> Layout:
         """This layout in a program that has come to tile `number`."""
@@ -109,18 +118,24 @@ class Layout(layout.Layout):
         return there
 
     def program_ids(self) -> dict[str, jax.Array]:
-        rest = lax.axis_index("program") if self.tile is None else self.tile
-        ids = {}
-        *first, (last, _) = self._fastest_first
-        for name, size in first:
-            ids[name] = lax.rem(rest, jnp.int32(size))
-            rest = lax.div(rest, jnp.int32(size))
-        ids[last] = rest
-        if self.last_first:
-            ids |= {a: n - 1 - ids[a] for a, n in self.num_blocks.items()}
+        tile = lax.axis_index("program") if self.tile is None else self.tile
+        ((own, blocks),) = self.num_blocks.items()
+        rest, head = _divmod(tile, self.together)
+        heads, block = _divmod(rest, blocks)
+        if self.together > 1:
+            last = math.prod(self._heads.values()) // self.together - 1
+            block += ((last - heads) & 1) * (blocks - 1 - 2 * block)
+        rest = heads * self.together + head
+        ids = {own: blocks - 1 - block if self.last_first else block}
+        for name, size in self._heads.items():
+            rest, ids[name] = _divmod(rest, size)
         if "n" in ids:
             ids["k"] = lax.div(ids["n"], jnp.int32(self.group))
         return ids
+
+
+def _divmod(number, by: int):
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -72,6 +72,25 @@ class Schedule:
         return lax.fori_loop(jnp.int32(0), most, one, state)
 
 
+def heads_together(heads: int, blocks: int, programs: int, most: int) -> int:
+    """Of how many heads the tiles of the same block should lie side by side.
+
+    So many that rows of one length are enough for all programs, where lengths differ:
+    each then gets of all lengths. But few enough for their keys and values to stay in
+    the GPU's cache, if that can be.
+
+    Args:
+      heads: and batch entries, of which the result is a divisor.
+      blocks: of each head.
+      programs: that run at the same time.
+      most: heads that the cache holds.
+    """
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    enough = [n for n in divisors if n * blocks >= programs]
+    held = [n for n in enough if n <= most]
+    return held[-1] if held else (enough or divisors[-1:])[0]
+
+
 def has(rounds, r):
     """Whether round r is in a set."""
     return (rounds >> r) & 1 == 1
