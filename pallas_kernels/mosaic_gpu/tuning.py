@@ -1,7 +1,7 @@
 """Blocks of the Mosaic GPU kernels, and which calls they serve faster than others.
 
-Measured on NVIDIA H200s, 2026-11-23 and 24 (benchmarks/lab/066-mosaic-gpu-forward.md,
-067-mosaic-gpu-backward.md). Between T 2048 and T 8192 no causal call was timed.
+Measured on NVIDIA H200s, 2026-11-24 (benchmarks/lab/067-mosaic-gpu-backward.md,
+068-several-tiles-a-program.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORWARD = {
     128: (Blocks(128, 128, 8, 2), Blocks(128, 128, 8, 2)),
     256: (Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2)),
 }
-_MANY_KEYS = 4096
+_MANY_KEYS = 1024
 
 
 def choose(heads: tuple[int, int], keys: int) -> Blocks:
@@ -83,8 +83,9 @@ def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
 
 
 # Keys, about, that a query looks at, from which on these kernels are faster, by the
-# largest head size: a program's start and end are then little of its time.
-_FEWEST_KEYS = {80: 4096, 256: 1024}
+# largest head size: a program's start and end are then little of its time. Sizes other
+# than 64 and 128 were timed with fewer keys by nobody.
+_FEWEST_KEYS = {127: 1024, 128: 256, 256: 1024}
 # Programs for each multiprocessor, at least. Reckoned, not measured.
 _ENOUGH = 0.8
 
