@@ -103,7 +103,7 @@ def other_backward(call: Call, /) -> str | None:
     if blocks is None:
         return f"there is no kernel for gradients of head sizes {call.head_sizes}"
     programs = _programs(call, "s", blocks.block_kv, "k")
-    return tuning.no_backward(call, programs)
+    return tuning.no_backward(call, blocks, programs)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):

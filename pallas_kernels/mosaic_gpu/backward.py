@@ -34,7 +34,8 @@ from pallas_kernels import program
 from pallas_kernels.core.axes import Named, sizes
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
+from pallas_kernels.core.visits import Visits
+from pallas_kernels.layout import Launch, Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -73,14 +74,15 @@ def backward(
     computing = keys // ROWS
     parts = _parts_of_dq(rows, h, computing)
     together = computing + 2  # a named barrier
+    visits = _visits(spec, layout)
 
     def kernel(inputs, outputs, refs):
-        q, k, v, spec, (lse_log2, delta, do) = inputs
+        q, k, v, spec, (lse_log2, delta, do), visits = inputs
         dq, dk, dv = outputs
         me = lax.axis_index("warpgroup")
         ring = Ring(refs, blocks.num_stages)
         spec, where = program.key_program(spec, layout)
-        tiles = _Tiles.of(spec, where, layout)
+        tiles = _Tiles.of(spec, where, layout, visits)
         counts = pl.get_global(plgpu.SemaphoreType.REGULAR((tiles.all_sums,)))
         start = where["s"].start
 
@@ -131,6 +133,7 @@ def backward(
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
             mine = pl.ds(me * ROWS, ROWS)
             own = {**where, "s": Rows(start + me * ROWS, ROWS)}
+            own_spec = load_tree(spec, ("s", "t"), own)
             block_sum = plgpu.ACC((ROWS, rows), _F32)
 
             def tiles_of_keys(tile):
@@ -150,7 +153,7 @@ def backward(
                 """Takes the products of keys and queries of a tile, makes the next."""
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
-                head_spec, _, _ = program.query_head(spec, where, layout, there["n"])
+                head_spec, _, _ = program.query_head(own_spec, where, layout, there["n"])
                 here = {**there, "s": own["s"]}
                 pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
@@ -233,7 +236,7 @@ def backward(
     return memory.call(
         kernel,
         layout,
-        (q, k, v, spec, saved),
+        (q, k, v, spec, saved, visits),
         outputs,
         block={"t": rows, "s": ROWS},
         scratch=_shared(blocks, h, d, q.dtype),
@@ -254,6 +257,14 @@ def _last_first(q: Named, k: Named) -> bool:
     return size.get("n") == size.get("k")
 
 
+def _visits(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
+    """Of the programs, where arrays decide them (`Named` fields)."""
+    if not spec.is_data_dependent:
+        return None
+    order = {"last_first": layout.last_first}
+    return Visits.of(spec, layout.size, layout.rows, **order)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
     """The blocks of queries that a program visits, of each query head of its group.
@@ -263,22 +274,29 @@ class _Tiles:
       layout: of the kernel.
       needed: the blocks: those that meet its keys, exactly, as the programs that come
         after this one count on it.
+      visits: where arrays decide them, with what this program needs loaded; else None.
     """
 
     spec: AttentionSpec
     where: program.Where
     layout: memory.Layout
     needed: Range
+    visits: Visits | None
 
     @classmethod
-    def of(cls, spec, where, layout: memory.Layout) -> _Tiles:
+    def of(
+        cls, spec, where, layout: memory.Layout, visits: Visits | None = None
+    ) -> _Tiles:
+        if visits is not None:
+            visits = load_tree(visits, (), where)
+            return cls(spec, where, layout, visits.blocks, visits)
         keys, size, start = layout.rows["s"], layout.size, where["s"].start
         end = minimum(start + keys, size["s"])
         first, last = spec.query_blocks_met(start, end, size["t"], layout.rows["t"])
         _, _, blocks = program.query_head(spec, where, layout, jnp.int32(0))
         full_lo = minimum(maximum(blocks.full_lo, first), last)
         full_hi = maximum(minimum(blocks.full_hi, last), full_lo)
-        return cls(spec, where, layout, Range(first, full_lo, full_hi, last))
+        return cls(spec, where, layout, Range(first, full_lo, full_hi, last), None)
 
     @property
     def count(self):
@@ -307,6 +325,9 @@ class _Tiles:
 
     def before(self, tile):
         """How many programs add to the dq of a tile before this one."""
+        if self.visits is not None:
+            there = {**self.where, "i": self._block(tile)[1]}
+            return self.visits.before.load((), there)
         keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
         end = minimum(rows.start + rows.size, size["t"])
         met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core.visits import size_of_counts
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
@@ -116,16 +117,24 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
     return _BACKWARD.get(heads[0]) if heads[0] == heads[1] else None
 
 
-def no_backward(call: Call, programs: float) -> str | None:
+# Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
+_MOST_COUNTS = 64 << 20
+
+
+def no_backward(call: Call, blocks: Blocks, programs: float) -> str | None:
     """Why the backward kernel does not serve a call that the forward serves, or None.
 
     Args:
+      blocks: of the kernel.
       programs: for each multiprocessor.
     """
     if call.spec.score.operands:
         return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
     if call.spec.is_data_dependent:
-        return "the order of the sums of dq with segments is not known"
+        rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        need = size_of_counts(call.spec, call.size, rows)
+        if need > _MOST_COUNTS:
+            return f"to order the sums of dq takes {need >> 20} MiB"
     if programs < _ENOUGH:
         return "there are few blocks of keys, and their queries are not divided"
     return None
