@@ -40,13 +40,19 @@ PARTS = ("y", "z")
 _ENOUGH = 3
 # And those that loops over heads are divided to make: some have less to do than others,
 # and those that are left over should be short.
-_WAVES = 8
+WAVES = 8
 # Blocks of keys or queries that a part of a range has at least.
 _FEWEST_BLOCKS = 4
 
 
 def parts(
-    programs: int, elements: int, blocks: int, *, few_rows: bool, splits: int | None
+    programs: int,
+    elements: int,
+    blocks: int,
+    *,
+    few_rows: bool,
+    splits: int | None,
+    waves: int = WAVES,
 ) -> dict[str, int]:
     """Into how many parts the work of each program is divided, by axis.
 
@@ -56,6 +62,7 @@ def parts(
       blocks: of keys or queries that it visits at most for each; 1 if it owns both.
       few_rows: whether it waits for memory most of the time, as a block of few rows.
       splits: how many parts there are to be (`configs.Config`); None chooses.
+      waves: programs for each multiprocessor that heads are divided to make.
 
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
@@ -67,7 +74,7 @@ def parts(
         gpu = device.multiprocessors()
         y = z = 1
         if programs < _ENOUGH * gpu:
-            y = -(-elements // _run(elements, elements * programs // (_WAVES * gpu)))
+            y = -(-elements // _run(elements, elements * programs // (waves * gpu)))
         room = gpu * (2 if few_rows else 1)
         if programs * y < 0.8 * room:
             z = max(1, min(blocks // _FEWEST_BLOCKS, room // (programs * y)))

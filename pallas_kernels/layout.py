@@ -208,6 +208,8 @@ class Layout(abc.ABC):
       splits: into how many parts a program's work is divided (`division`), or None.
     """
 
+    waves = division.WAVES  # programs for each multiprocessor, where heads are divided
+
     def __init__(
         self,
         operands,
@@ -265,6 +267,7 @@ class Layout(abc.ABC):
             few_rows=self._visited == ("s",)
             and self.size["t"] <= self.rows["t"] <= FEW_ROWS,
             splits=splits,
+            waves=self.waves,
         )
 
     @property

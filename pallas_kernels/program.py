@@ -43,7 +43,7 @@ def query_start(
     if spec.later_rows_see_more:  # they start first
         i = layout.num_blocks["t"] - 1 - i
     where: Where = {"i": i, **ids}
-    spec = load_tree(_with_end(spec, layout), ("t", "s"), where)
+    spec = load_tree(with_end(spec, layout), ("t", "s"), where)
     return spec, where, i * layout.rows["t"]
 
 
@@ -106,7 +106,7 @@ def tile_program(
     result: Where = {
         a: layout.rows_at(a, where[names[a]] * layout.rows[a]) for a in own
     }
-    spec = _with_end(spec, layout) if "t" in own else spec
+    spec = with_end(spec, layout) if "t" in own else spec
     return load_tree(spec, ("t", "s"), where), where | _heads(layout), result
 
 
@@ -183,11 +183,11 @@ def pairs(
     return Pairs(spec, rows, order, masked, launch.precision, launch.arithmetic)
 
 
-def _with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:
+def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:
     """Masks the keys beyond the array where the last block overhangs it.
 
-    A program that owns keys needs no such mask: the gradients of those rows are not
-    stored.
+    A program that owns keys needs no such mask, if it makes their gradients only: those
+    of such rows are not stored.
     """
     size = layout.size["s"]
     return spec.with_end(size) if size % layout.rows["s"] else spec

@@ -175,6 +175,41 @@ def test_many_tiles_a_program_lower(name, multiprocessors):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
+# Of one tile of keys, and divided by heads, by queries and by both.
+DIVIDED = {
+    "whole": (1, {}, ()),
+    "heads": (40, {}, ("heads of a group in 4 parts",)),
+    "queries": (100, {"n": 2}, ("queries in 2 parts",)),
+    "both": (4000, {}, ("heads of a group in 4 parts", "queries in 2 parts")),
+}
+
+
+def divided_case(name: str, head: int, shape: dict) -> Case:
+    sizes = {"t": 1100, "s": 900, "n": 8, "k": 2, "h": head, "d": head} | shape
+    return dataclasses.replace(by_name(name), **sizes)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_backward_lowers(name, multiprocessors, any_size):
+    count, shape, words = DIVIDED[name]
+    multiprocessors(count)
+    case = divided_case("causal", 64, shape)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    texts = []
+
+    def run(q, k, v):
+        texts.append(explain(q, k, v, **arguments, **MOSAIC))
+        call = functools.partial(attention, **arguments, **MOSAIC)
+        out, vjp = jax.vjp(call, q, k, v)
+        return vjp(out)
+
+    lowered = lower_for_gpu(run, *arrays)
+    assert lowered.count("custom_call @mosaic_gpu") == 2
+    for part in words:
+        assert part in texts[0]
+    assert ("parts" in texts[0]) == bool(words)
+
+
 WRONG = {
     "float32": ({}, {"dtype": jnp.float32}, "dtype float32 is not"),
     "head_size": ({}, {"h": 264}, "head size 264 is above 256"),
@@ -228,9 +263,10 @@ def _choice(shape: tuple[int, ...], **arguments) -> str:
 def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((2, 8192, 16, 128)) == "mosaic_gpu"
     assert _choice((2, 8192, 16, 128), is_causal=True) == "mosaic_gpu"
-    assert _choice((32, 512, 16, 128), is_causal=True) == "triton"
+    assert _choice((32, 512, 16, 128), is_causal=True) == "mosaic_gpu"
     assert _choice((2, 128, 4, 64)) == "triton"
-    assert _choice((8, 2048, 32, 64), is_causal=True) == "triton"
+    assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
+    assert _choice((8, 1024, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
 
 
@@ -393,6 +429,31 @@ def test_same_bits(name, head, any_size):
         found = jax.device_get(run(*arrays))
         for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("mask", ["plain", "causal", "lengths_causal"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_gradients(
+    name, mask, head, multiprocessors, any_size, record_property
+):
+    count, shape, _ = DIVIDED[name]
+    multiprocessors(count)
+    case = divided_case(mask, head, shape)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+
+    @jax.jit
+    def run(q, k, v):
+        call = functools.partial(attention, **arguments, **MOSAIC)
+        out, vjp = jax.vjp(call, q, k, v)
+        return vjp(out)
+
+    first = jax.device_get(run(*arrays))
+    for _ in range(20):
+        for a, b in zip(jax.device_get(run(*arrays)), first, strict=True):
+            np.testing.assert_array_equal(a, b)
+    check(case, "bfloat16", record_property)
 
 
 @on_hopper

@@ -1,18 +1,26 @@
 """Which tiles the programs of a Mosaic GPU kernel go through."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import device
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import Lengths, SegmentIds, Window
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import memory
 from pallas_kernels.mosaic_gpu.schedule import (
     MOST_ROUNDS,
     Schedule,
     has,
     has_last,
     has_next,
+    heads_together,
 )
 
 
@@ -70,3 +78,59 @@ FOUR = np.zeros(4, np.int32)
 def test_rows_are_sorted(masks, offset, sorted_):
     spec = AttentionSpec(Score(1.0), masks, offset)
     assert spec.rows_are_sorted == sorted_
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "programs", "most"),
+    [
+        (128, 16, 132, 20),
+        (32, 64, 132, 5),
+        (16, 128, 132, 2),
+        (6, 1, 132, 4),
+        (7, 3, 5, 1),
+    ],
+)
+def test_heads_together(heads, blocks, programs, most):
+    """As many as the cache holds, but enough for all programs."""
+    found = heads_together(heads, blocks, programs, most)
+    assert heads % found == 0
+    enough = found * blocks >= programs
+    assert enough or found == heads
+    assert found <= most or all(
+        n * blocks < programs for n in range(1, found) if heads % n == 0
+    )
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+def test_tiles_of_a_layout(by_block, last_first, group, monkeypatch):
+    """Every block of every head once, in parts if the work is divided, side by side."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 40)
+    monkeypatch.setattr(memory, "_CACHED", 1 << 18)
+
+    def rows(*axes):
+        size = {"b0": 3, "t": 700, "s": 600, "n": 4 * group, "k": 4, "h": 64, "d": 64}
+        shape = [size[a] for a in axes]
+        return Named(jax.ShapeDtypeStruct(shape, jnp.bfloat16), axes)
+
+    q, k = rows("b0", "t", "n", "h"), rows("b0", "s", "k", "h")
+    operands = [q, k, rows("b0", "s", "k", "d")]
+    blocks = Blocks(64, 128, num_warps=8, num_stages=2)
+    launch = Launch(blocks, None, PLAIN, False)
+    options = {"by_block": by_block, "last_first": last_first}
+    for kernel, own, head in (("forward", "t", "n"), ("dkv", "s", "k")):
+        layout = memory.Layout.of(kernel, operands, launch, **options)
+        numbers = jnp.arange(layout.tiles, dtype=jnp.int32)
+        ids = {a: np.array(x) for a, x in layout.at_tile(numbers).program_ids().items()}
+        names = [*layout.parts, own, head, "b0"]
+        found = np.stack([ids[name] for name in names], axis=-1)
+        count = layout.size | layout.num_blocks | layout.parts
+        expected = np.indices([count[name] for name in names])
+        np.testing.assert_array_equal(
+            np.unique(found, axis=0), expected.reshape(len(names), -1).T
+        )
+        if "k" in ids and head == "n":
+            np.testing.assert_array_equal(ids["k"], ids["n"] // group)
+        if by_block:  # no two neighbours are more than a block apart
+            assert np.abs(np.diff(ids[own])).max() <= 1

@@ -13,9 +13,11 @@ from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
+from pallas_kernels.mosaic_gpu.backward import divided
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -78,9 +80,11 @@ def _programs(call: Call, rows: str, block: int, heads: str) -> float:
 
 
 def division(call: Call, /) -> tuple[str, ...]:
-    """How the work of a call is divided: it is not."""
-    del call
-    return ()
+    """How the work of the backward kernel is divided, in words, where it is."""
+    layout = _backward_layout(call)
+    if layout is None or other_backward(call):
+        return ()
+    return tuple(filter(None, [words("dkv", layout.parts)]))
 
 
 def forward(q, k, v, spec, outputs, *, config, precision):
@@ -90,20 +94,38 @@ def forward(q, k, v, spec, outputs, *, config, precision):
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table("s", *rows)
     v = spec.without_padding(v)
-    launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
+    launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
 
 
 def other_backward(call: Call, /) -> str | None:
     """Why another backend makes the gradients of a call that this one serves."""
-    heads, config = _heads(call), call.config
+    config = call.config
     if config is not None and (config.dkv or config.dk or config.dv or config.dq):
         return "the blocks of `Config` are those of its kernels"
-    blocks = tuning.of_backward(heads)
-    if blocks is None:
+    layout = _backward_layout(call)
+    if layout is None:
         return f"there is no kernel for gradients of head sizes {call.head_sizes}"
-    programs = _programs(call, "s", blocks.block_kv, "k")
-    return tuning.no_backward(call, blocks, programs)
+    programs = layout.tiles / device.multiprocessors()
+    return tuning.no_backward(call, layout.rows, programs)
+
+
+def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
+    return Launch(blocks, precision, support.ARITHMETIC, False, splits)
+
+
+def _backward_launch(call: Call) -> Launch | None:
+    """None where there is no kernel for the call's heads."""
+    blocks = tuning.of_backward(_heads(call))
+    splits = None if call.config is None else call.config.splits
+    return None if blocks is None else _launch(blocks, call.precision, splits)
+
+
+def _backward_layout(call: Call) -> memory.Layout | None:
+    launch = _backward_launch(call)
+    if launch is None:
+        return None
+    return divided(call.operands, launch)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
@@ -114,10 +136,8 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     delta = passes.delta(o, lse, do, dlse)
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
     of_q, of_k, of_v, *rest = outputs
-    call = Call(q, k, v, spec, config, precision)
-    blocks = tuning.of_backward(_heads(call))
-    assert blocks is not None  # else `other_backward`
-    launch = Launch(blocks, precision, support.ARITHMETIC, interpret=False, splits=1)
+    launch = _backward_launch(Call(q, k, v, spec, config, precision))
+    assert launch is not None  # else `other_backward`
     wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
     dq, dk, dv = backward_kernel(
         q, k, v, spec, (lse_log2, delta, do), (wide, of_k, of_v), launch=launch

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +31,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
-from pallas_kernels.core.axes import Named, sizes
+from pallas_kernels import division, program
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
@@ -67,8 +68,9 @@ def backward(
       outputs: shape structs of dq, in float32, dk and dv.
     """
     blocks = launch.blocks
-    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dkv", operands, launch, last_first=_last_first(q, k))
+    layout = divided([q, k, v, *jax.tree.leaves(spec), *saved, *outputs], launch)
+    of_q, *of_kv = outputs
+    results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
     h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
@@ -81,7 +83,7 @@ def backward(
         dq, dk, dv = outputs
         me = lax.axis_index("warpgroup")
         ring = Ring(refs, blocks.num_stages)
-        spec, where = program.key_program(spec, layout)
+        spec, where = program.key_program(program.with_end(spec, layout), layout)
         tiles = _Tiles.of(spec, where, layout, visits)
         counts = pl.get_global(plgpu.SemaphoreType.REGULAR((tiles.all_sums,)))
         start = where["s"].start
@@ -226,35 +228,49 @@ def backward(
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
+            if layout.parts:  # in float32: where dq was on its way
+                k_own = v_own = refs["dq"].at[me, pl.ds(0, ROWS)]
+
+                @pl.when(tiles.count > me)
+                def _():
+                    plgpu.barrier_wait(refs["dq read"].at[me])
+
             k_own[...] = (dk_block * spec.gradient_unit).astype(dk.dtype)
-            v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_own, dk.at(own))
+            if layout.parts:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
+            plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_own, dv.at(own))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return memory.call(
+    found = memory.call(
         kernel,
         layout,
         (q, k, v, spec, saved, visits),
-        outputs,
+        results,
         block={"t": rows, "s": ROWS},
         scratch=_shared(blocks, h, d, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",
     )
+    dq, *dkv = found
+    return dq.value, *division.summed(dkv, of_kv)
 
 
-def _last_first(q: Named, k: Named) -> bool:
-    """Whether programs of the last keys start first.
+def divided(operands: Sequence[Named], launch: Launch) -> memory.Layout:
+    """The kernel's layout: the parts of its work, and the order of its programs.
 
-    Under a causal mask these are the shortest, and each begins where the others are
-    not: no program waits at its start. Those of a group of query heads are so long that
-    the longest should start first, which costs less than what they leave idle at the
-    end (NVIDIA H200, 2026-11-24: benchmarks/lab/067-mosaic-gpu-backward.md).
+    Under a causal mask the programs of the last keys are the shortest, and each begins
+    where the others are not: no program waits at its start. Those of several query
+    heads are so long that the longest should start first, which costs less than what
+    they leave idle at the end (NVIDIA H200, 2026-11-24:
+    benchmarks/lab/067-mosaic-gpu-backward.md).
     """
-    size = sizes([q, k])
-    return size.get("n") == size.get("k")
+    layout = memory.Layout.of("dkv", operands, launch)
+    layout.last_first = layout.elements == layout.parts.get("y", 1)
+    return layout
 
 
 def _visits(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
@@ -273,7 +289,7 @@ class _Tiles:
       spec, where: of the program.
       layout: of the kernel.
       needed: the blocks: those that meet its keys, exactly, as the programs that come
-        after this one count on it.
+        after this one count on it; or its part of them.
       visits: where arrays decide them, with what this program needs loaded; else None.
     """
 
@@ -284,32 +300,48 @@ class _Tiles:
     visits: Visits | None
 
     @classmethod
-    def of(
-        cls, spec, where, layout: memory.Layout, visits: Visits | None = None
-    ) -> _Tiles:
-        if visits is not None:
+    def of(cls, spec, where, layout: memory.Layout, visits: Visits | None) -> _Tiles:
+        if visits is None:
+            found = cls._met(spec, where["s"].start, layout)
+        else:
             visits = load_tree(visits, (), where)
-            return cls(spec, where, layout, visits.blocks, visits)
-        keys, size, start = layout.rows["s"], layout.size, where["s"].start
-        end = minimum(start + keys, size["s"])
-        first, last = spec.query_blocks_met(start, end, size["t"], layout.rows["t"])
-        _, _, blocks = program.query_head(spec, where, layout, jnp.int32(0))
-        full_lo = minimum(maximum(blocks.full_lo, first), last)
-        full_hi = maximum(minimum(blocks.full_hi, last), full_lo)
-        return cls(spec, where, layout, Range(first, full_lo, full_hi, last), None)
+            found = visits.blocks
+        if layout.size["s"] % layout.rows["s"]:
+            # Of rows beyond the array p may be infinite, and dq would be NaN.
+            end = where["s"].start + layout.rows["s"]
+            found = found.all_edges(jnp.asarray(end > layout.size["s"], jnp.int32))
+        return cls(spec, where, layout, layout.own_blocks(where, found), visits)
+
+    @staticmethod
+    def _met(spec, start, layout: memory.Layout) -> Range:
+        """Where windows and lengths alone decide."""
+        size, rows = layout.size["t"], layout.rows["t"]
+        end = minimum(start + layout.rows["s"], layout.size["s"])
+        first, last = spec.query_blocks_met(start, end, size, rows)
+        full = spec.q_blocks(start, end, size, rows)
+        full_lo = minimum(maximum(full.full_lo, first), last)
+        full_hi = maximum(minimum(full.full_hi, last), full_lo)
+        return Range(first, full_lo, full_hi, last)
+
+    @property
+    def _heads(self) -> tuple[Any, Any]:
+        """The first of the query heads that a program visits, and how many they are."""
+        group = self.where["k"] * self.layout.group if "k" in self.where else 0
+        first, end = self.layout.own_elements(self.where)
+        return group + first, jnp.int32(end - first)
 
     @property
     def count(self):
-        return jnp.int32(self.needed.count) * self.layout.group
+        return jnp.int32(self.needed.count) * self._heads[1]
 
     def _head(self, tile):
-        """The query head of a tile: those of a group take turns."""
-        first = self.where["k"] * self.layout.group if "k" in self.where else 0
-        return first + lax.rem(tile, jnp.int32(self.layout.group))
+        """The query head of a tile: they take turns."""
+        first, heads = self._heads
+        return first + lax.rem(tile, heads)
 
     def _block(self, tile) -> tuple[Any, Any]:
         """Whether pairs of a tile may be masked, and its block of queries."""
-        i = lax.div(tile, jnp.int32(self.layout.group))
+        i = lax.div(tile, self._heads[1])
         back = jnp.int32(self.needed.count) - 1 - i
         return self.needed.at(i if self.layout.last_first else back)
 

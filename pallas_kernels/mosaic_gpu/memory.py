@@ -78,12 +78,17 @@ class View(layout.View):
 class Layout(layout.Layout):
     """A flat grid of tiles: a block of `t` or `s` of one head and batch entry each.
 
+    Parts of a tile (`division`) lie side by side, each a tile of its own.
+
     Args:
       by_block: whether the tiles of the same block of several heads lie side by side,
         those of the next block after them. Then come the next heads, from the other
         end: neighbours take about equally long.
       last_first: whether the last block's tiles come first.
     """
+
+    # A multiprocessor has one program at a time, whose start and end nothing hides.
+    waves = 4
 
     def __init__(
         self, operands, *, by_block: bool = False, last_first: bool = False, **arguments
@@ -108,8 +113,9 @@ class Layout(layout.Layout):
     @property
     def _heads(self) -> dict[str, int]:
         """The axes of heads and batch entries."""
+        others = (*self.num_blocks, *self.parts)
         pairs = zip(self.names, self.grid, strict=True)
-        return {name: size for name, size in pairs if name not in self.num_blocks}
+        return {name: size for name, size in pairs if name not in others}
 
     def at_tile(self, number) -> Layout:
         """This layout in a program that has come to tile `number`."""
@@ -118,15 +124,18 @@ class Layout(layout.Layout):
         return there
 
     def program_ids(self) -> dict[str, jax.Array]:
-        tile = lax.axis_index("program") if self.tile is None else self.tile
+        rest = lax.axis_index("program") if self.tile is None else self.tile
         ((own, blocks),) = self.num_blocks.items()
-        rest, head = _divmod(tile, self.together)
+        ids = {}
+        for name, size in self.parts.items():
+            rest, ids[name] = _divmod(rest, size)
+        rest, head = _divmod(rest, self.together)
         heads, block = _divmod(rest, blocks)
         if self.together > 1:
             last = math.prod(self._heads.values()) // self.together - 1
             block += ((last - heads) & 1) * (blocks - 1 - 2 * block)
         rest = heads * self.together + head
-        ids = {own: blocks - 1 - block if self.last_first else block}
+        ids[own] = blocks - 1 - block if self.last_first else block
         for name, size in self._heads.items():
             rest, ids[name] = _divmod(rest, size)
         if "n" in ids:
@@ -180,7 +189,7 @@ def call(
     warpgroups: int,
     name: str,
     programs: int | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Named, ...]:
     """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
 
     Args:
@@ -217,7 +226,8 @@ def call(
         compiler_params=support.compiler_params(),
     )(*(x.value for x in operands))
     named = (Named(x, y.axes) for x, y in zip(found, results, strict=True))
-    return tuple(_as_wanted(x, y) for x, y in zip(named, outputs, strict=True))
+    pairs = zip(named, outputs, strict=True)
+    return tuple(Named(_as_wanted(x, y), y.axes) for x, y in pairs)
 
 
 def _as_wanted(x: Named, output: Named) -> jax.Array:

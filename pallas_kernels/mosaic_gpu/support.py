@@ -99,7 +99,7 @@ ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
 
 
 def unknown(number: jax.Array) -> jax.Array:
-    """The same scalar, of which the compiler knows nothing: not even if it is static."""
+    """The same scalar, of which the compiler knows nothing, static as it may be."""
     splat = plgpu.Layout.WG_SPLAT
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
 

@@ -6,6 +6,8 @@ Measured on NVIDIA H200s, 2026-11-24 (benchmarks/lab/067-mosaic-gpu-backward.md,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
@@ -121,17 +123,18 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
 _MOST_COUNTS = 64 << 20
 
 
-def no_backward(call: Call, blocks: Blocks, programs: float) -> str | None:
+def no_backward(
+    call: Call, rows: Mapping[str, int], programs: float
+) -> str | None:
     """Why the backward kernel does not serve a call that the forward serves, or None.
 
     Args:
-      blocks: of the kernel.
+      rows: of a block of `t` and of `s`.
       programs: for each multiprocessor.
     """
     if call.spec.score.operands:
         return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
     if call.spec.is_data_dependent:
-        rows = {"t": blocks.block_q, "s": blocks.block_kv}
         need = size_of_counts(call.spec, call.size, rows)
         if need > _MOST_COUNTS:
             return f"to order the sums of dq takes {need >> 20} MiB"
