@@ -157,7 +157,6 @@ def backward(
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(own_spec, where, layout, there["n"])
                 here = {**there, "s": own["s"]}
-                pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile)]
                 slot = lax.rem(tile, jnp.int32(_DQ_TILES))
@@ -165,6 +164,7 @@ def backward(
                 def of_pairs(dp_sum):
                     ring.wait("do", tile)
                     plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+                    pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                     lse = pairs.along(vector("lse", tile), "t")
                     again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
                     dropped = again.dropped
