@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import mutant_kernels
+from tests import mutant_kernels, mutant_mosaic
 from tests.mutant_kernels import COUNTS, REGIME, SUMS, of, rule
 
 LITERAL = "tests/test_mask.py -k literal"
@@ -445,4 +445,5 @@ MUTANTS = [
         ),
     ),
     *mutant_kernels.MUTANTS,
+    *mutant_mosaic.MUTANTS,
 ]

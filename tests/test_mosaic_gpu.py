@@ -90,10 +90,10 @@ BACKWARD = [
     case
     for case in SERVED
     if case.h == case.d == 16
-    and not any(map(case.has, ("alibi_slopes", "query_segment_ids")))
+    and not case.has("alibi_slopes")
     and not isinstance(case.inputs("float32")[1].get("scale"), np.ndarray)
 ]
-FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap")
+FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
 
 def with_heads(case: Case, size: int) -> Case:
@@ -121,7 +121,6 @@ def test_backward_lowers(case, head, any_size):
 OTHER = {
     "head_size": (by_name("head_96"), "head sizes (96, 96)"),
     "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
-    "segments": (with_heads(by_name("segments"), 64), "with segments is not known"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
 }
 
@@ -345,6 +344,18 @@ def test_rows_that_leave_their_range(
 
 
 @on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["plain", "causal", "segments"])
+def test_keys_beyond_the_array(name, dtype, head, any_size, record_property):
+    """All scores are so low that a key of zeros would have an infinite probability."""
+    case = dataclasses.replace(with_heads(by_name(name), head), t=400, s=1000)
+    (q, k, v), _ = case.inputs(dtype)
+    q, k = q.at[..., 0].set(20), k.at[..., 0].set(-20 * head**0.5)
+    check(case, dtype, record_property, arrays=(q, k, v))
+
+
+@on_hopper
 @pytest.mark.parametrize(
     ("head", "blocks"),
     [(256, None), (64, None), *((64, blocks) for blocks in BLOCKS.values())],
@@ -382,8 +393,9 @@ def test_many_tiles_a_program(
 
 
 @on_hopper
+@pytest.mark.parametrize("packed", [False, True], ids=["", "segments"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_padding_never_comes_through(poison, any_size):
+def test_padding_never_comes_through(poison, packed, any_size):
     """What lies beyond the lengths changes no bit of any result."""
     case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333, h=64, d=64)
     (q, k, v), _ = case.inputs(jnp.bfloat16)
@@ -396,6 +408,8 @@ def test_padding_never_comes_through(poison, any_size):
         "is_causal": True,
         **MOSAIC,
     }
+    if packed:
+        arguments |= by_name("segments").arguments(np.random.default_rng(0), case)
 
     def poisoned(x, lengths):
         rows = np.arange(x.shape[1])[None, :] >= lengths[:, None]
@@ -433,7 +447,7 @@ def test_same_bits(name, head, any_size):
 
 @on_hopper
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("mask", ["plain", "causal", "lengths_causal"])
+@pytest.mark.parametrize("mask", ["plain", "causal", "lengths_causal", "segments"])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_gradients(
     name, mask, head, multiprocessors, any_size, record_property

@@ -155,7 +155,9 @@ def backward(
                 """Takes the products of keys and queries of a tile, makes the next."""
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
-                head_spec, _, _ = program.query_head(own_spec, where, layout, there["n"])
+                head_spec, _, _ = program.query_head(
+                    own_spec, where, layout, there["n"]
+                )
                 here = {**there, "s": own["s"]}
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile)]

@@ -123,9 +123,7 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
 _MOST_COUNTS = 64 << 20
 
 
-def no_backward(
-    call: Call, rows: Mapping[str, int], programs: float
-) -> str | None:
+def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | None:
     """Why the backward kernel does not serve a call that the forward serves, or None.
 
     Args:

@@ -1,0 +1,293 @@
+"""The order in which programs of the Mosaic GPU backward add to the same sums.
+
+What the kernel does to find its blocks, and how many programs come before it at each,
+is done here for all programs, one after the other.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_flash2 import attention, explain
+from pallas_kernels import device, program
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core.arithmetic import PLAIN
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import Visits, size_of_counts
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu.backward import _Tiles, _visits, divided
+from tests import tolerances
+from tests.cases import by_name
+from tests.lowering import lower_for_gpu
+from tests.test_mosaic_gpu import MOSAIC, on_hopper, with_heads
+from tests.tiers import deeply
+
+BATCH = {"b0": 2, "v0": 2}
+
+
+@st.composite
+def calls(draw):
+    """Shapes, a spec of `Named` and blocks; each array has batch axes of its own."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    size = {a: draw(st.integers(1, 120)) for a in "ts"}
+
+    def integers(low, high, *rows):
+        axes = tuple(a for a in BATCH if draw(st.booleans())) + rows
+        shape = [(BATCH | size)[a] for a in axes]
+        return Named(rng.integers(low, high, shape, np.int32), axes)
+
+    side = st.none() | st.integers(0, 120)
+    masks = [Window(draw(side), draw(side)) for _ in range(draw(st.integers(0, 1)))]
+    if draw(st.booleans()):
+        lengths = (
+            integers(0, size[a] + 1) if draw(st.booleans()) else None for a in size
+        )
+        masks.append(Lengths(*lengths))
+    if draw(st.integers(0, 3)):
+        ids = [integers(0, draw(st.integers(1, 9)), a) for a in size]
+        if draw(st.booleans()):
+            ids = [Named(np.sort(x.value), x.axes) for x in ids]
+        masks.append(SegmentIds(*ids))
+    offset = integers(-120, 120) if draw(st.booleans()) else None
+    heads = draw(st.sampled_from([(2, 2), (2, 1)]))
+    block = st.sampled_from([16, 32])
+    blocks = Blocks(draw(block), draw(block), 8, 2)
+    splits = draw(st.sampled_from([1, 1, 2, 4]))
+    launch = Launch(blocks, None, PLAIN, interpret=False, splits=splits)
+    spec = AttentionSpec(Score(1.0), tuple(masks), offset)
+    return size | dict(zip("nk", heads, strict=True)), spec, launch
+
+
+def operands(size, spec: AttentionSpec) -> list[Named]:
+    def struct(*axes):
+        shape = [(BATCH | size | {"h": 16, "d": 16})[a] for a in axes]
+        return Named(jax.ShapeDtypeStruct(shape, jnp.bfloat16), axes)
+
+    q = struct("b0", "t", "n", "h")
+    k, v = struct("b0", "s", "k", "h"), struct("v0", "b0", "s", "k", "d")
+    return [q, k, v, *jax.tree.leaves(spec)]
+
+
+def views(tree, layout: memory.Layout):
+    return jax.tree.map(
+        lambda x: memory.View(jnp.asarray(x.value), x.axes, layout.rows), tree
+    )
+
+
+def programs(spec: AttentionSpec, layout: memory.Layout):
+    """The tiles of each program, as the kernel finds them."""
+    visits = views(_visits(spec, layout), layout)
+    spec = program.with_end(views(spec, layout), layout)
+    for number in range(layout.tiles):
+        there = layout.at_tile(jnp.int32(number))
+        own, where = program.key_program(spec, there)
+        yield _Tiles.of(own, where, there, visits)
+
+
+def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
+    """[b0, v0, t, s]"""
+    spec = jax.tree.map(lambda x: x.to((*BATCH, "t", "s")), spec)
+    rows, keys = np.arange(size["t"])[:, None], np.arange(size["s"])[None, :]
+    kept = spec.keep(rows, keys)
+    shape = (*BATCH.values(), size["t"], size["s"])
+    return np.broadcast_to(True if kept is None else kept, shape)
+
+
+@pytest.mark.parametrize("examples", [8, *deeply(150)])
+def test_programs_wait_for_those_before_them(examples):
+    search = settings(max_examples=examples)(given(calls())(_check_order))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        search()
+
+
+def _check_order(call):
+    size, spec, launch = call
+    layout = divided(operands(size, spec), launch)
+    kept = kept_pairs(size, spec)
+    rows, keys = launch.blocks.block_q, launch.blocks.block_kv
+    missed = np.broadcast_to(kept[..., None], (*kept.shape, size["n"])).copy()
+    added = collections.Counter()
+    for tiles in programs(spec, layout):
+        for tile in map(jnp.int32, range(int(tiles.count))):
+            block, head = int(tiles.number(tile)), int(tiles.at(tile)["n"])
+            assert 0 <= block < tiles.all_sums
+            assert int(tiles.before(tile)) == added[block]
+            added[block] += 1
+            there = tiles.at(tile)
+            first, start = int(there["t"].start), int(there["s"].start)
+            part = np.s_[
+                int(there["b0"]),
+                int(there["v0"]),
+                first : first + rows,
+                start : start + keys,
+            ]
+            missed[(*part, head)] = False
+            if not tiles.masked(tile):
+                assert start + keys <= size["s"]
+                assert kept[part].all()
+    assert not missed.any()
+
+
+def _documents(*lengths: int) -> np.ndarray:
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_visits_of_documents(last_first):
+    """Blocks of 4 rows, documents of 6 and 10: each meets its own."""
+    ids = _documents(6, 10)
+    spec = AttentionSpec(
+        Score(1.0), (SegmentIds(Named(ids, ("t",)), Named(ids, ("s",))),)
+    )
+    size, rows = {"t": 16, "s": 16}, {"t": 4, "s": 4}
+    found = Visits.of(spec, size, rows, last_first=last_first)
+    bounds = [x.value.tolist() for x in found.blocks]
+    assert bounds == [[0, 0, 1, 1], [0, 4, 2, 2], [1, 4, 4, 4], [2, 4, 4, 4]]
+    before = np.array([[0, 0, 0, 0], [1, 1, 0, 0], [2, 2, 1, 1], [2, 3, 2, 2]])
+    if last_first:
+        before = np.array([[1, 3, 3, 3], [0, 2, 2, 2], [0, 1, 1, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(found.before.value, before)
+    assert found.before.axes == ("j", "i")
+    assert size_of_counts(spec, size, rows) == found.before.value.nbytes
+
+
+def test_counts_that_are_too_large(monkeypatch):
+    monkeypatch.setattr(tuning, "_MOST_COUNTS", 1)
+    monkeypatch.setattr(tuning, "_ENOUGH", 0)
+    arrays, arguments = with_heads(by_name("segments"), 64).inputs(jnp.bfloat16)
+    texts = []
+
+    def ask(q, k, v):
+        texts.append(explain(q, k, v, **arguments, **MOSAIC))
+        return q
+
+    lower_for_gpu(ask, *arrays)
+    assert "to order the sums of dq takes" in texts[0]
+
+
+MAPPED = [
+    x for x in itertools.product((None, 0), (None, 1), (None, 0)) if x != (None,) * 3
+]
+
+
+@pytest.mark.parametrize("axes", MAPPED)
+def test_lowers_under_vmap(axes, monkeypatch):
+    """Ids that are mapped or not, with arrays that are or not."""
+    monkeypatch.setattr(tuning, "_ENOUGH", 0)
+    of_query, of_ids, of_offset = axes
+
+    def mapped(axis, *shape):
+        return shape if axis is None else (*shape[:axis], 3, *shape[axis:])
+
+    x = jax.ShapeDtypeStruct(mapped(of_query, 2, 300, 2, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 300, 1, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct(mapped(of_ids, 2, 300), jnp.int32)
+    offset = jax.ShapeDtypeStruct(mapped(of_offset), jnp.int32)
+
+    def run(q, k, ids, offset):
+        found, vjp = jax.vjp(lambda q, k: _packed(q, k, k, ids, offset), q, k)
+        return found, vjp(found)
+
+    run = jax.vmap(run, (of_query, None, of_ids, of_offset))
+    assert lower_for_gpu(run, x, k, ids, offset).count("custom_call @mosaic_gpu") == 2
+
+
+def _packed(q, k, v, ids, offset=None):
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    positions = {"is_causal": True, "query_offset": offset}
+    return attention(q, k, v, **segments, **positions, **MOSAIC)
+
+
+IDS = {
+    "documents": lambda rng, t: np.sort(rng.integers(0, 6, (2, t))),
+    "one": lambda rng, t: np.zeros((2, t)),
+    "unsorted": lambda rng, t: rng.integers(0, 3, (2, t)),
+    "blocks": lambda rng, t: np.repeat(rng.integers(0, 3, (2, t // 64)), 64, axis=1),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("parts", [1, None])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "groups"])
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ids", IDS)
+def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property):
+    """Where many programs add to the same blocks, each in its turn; and right ones."""
+    monkeypatch.setattr(tuning, "_ENOUGH", 0)
+    if parts == 1:  # else divided, where programs are few
+        monkeypatch.setattr(device, "multiprocessors", lambda: 1)
+    n, k = heads
+    case = with_heads(by_name("plain"), head)
+    sizes = {"batch": (2,), "t": 2048, "s": 2048, "n": n, "k": k}
+    made = IDS[ids](np.random.default_rng(0), 2048).astype(np.int32)
+    # Queries of a document without keys, whole blocks of them.
+    of_queries = np.where(np.arange(2048) // 256 == 3, 99, made).astype(np.int32)
+    arguments = {
+        "query_segment_ids": of_queries,
+        "key_value_segment_ids": made,
+        "is_causal": causal,
+    }
+    case = dataclasses.replace(case, **sizes)
+    arrays, _ = case.inputs(jnp.bfloat16)
+    jax.clear_caches()
+
+    @jax.jit
+    def run(q, k, v):
+        call = functools.partial(attention, **arguments, **MOSAIC)
+        out, vjp = jax.vjp(call, q, k, v)
+        return out, vjp(out)
+
+    first = jax.device_get(run(*arrays))
+    assert not np.any(np.float32(first[1][0][:, 768:1024]))
+    for _ in range(30):
+        found = jax.device_get(run(*arrays))
+        for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    actual = tolerances.evaluate(arrays, cotangents, {**arguments, **MOSAIC})
+    unit = tolerances.unit_roundoff("bfloat16")
+    worst = tolerances.check(actual, exact, plain, unit)
+    record_property(
+        "share of the allowed error", float(max(worst.values(), default=0.0))
+    )
+
+
+@on_hopper
+@pytest.mark.parametrize("of_ids", [None, 0])
+def test_under_vmap(of_ids, monkeypatch):
+    """Ids that are mapped alone with the queries: about what a loop gives."""
+    monkeypatch.setattr(tuning, "_ENOUGH", 0)
+    rng = np.random.default_rng(0)
+    q, do = (
+        jnp.asarray(rng.standard_normal((3, 2, 300, 2, 64)), "bfloat16") for _ in "ab"
+    )
+    k, v = (jnp.asarray(rng.standard_normal((2, 300, 1, 64)), "bfloat16") for _ in "kv")
+    ids = np.sort(rng.integers(0, 5, (3, 2, 300))).astype(np.int32)
+
+    def run(q, do, ids):
+        _, vjp = jax.vjp(lambda *x: _packed(*x, ids), q, k, v)
+        return vjp(do)
+
+    own = ids if of_ids == 0 else ids[0]
+    mapped = jax.vmap(run, (0, 0, of_ids))(q, do, own)
+    for i in range(3):
+        alone = run(q[i], do[i], own[i] if of_ids == 0 else own)
+        for a, b in zip(alone, mapped, strict=True):
+            np.testing.assert_allclose(
+                np.float32(a), np.float32(b[i]), rtol=2**-6, atol=2**-6
+            )
