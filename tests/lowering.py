@@ -26,14 +26,19 @@ def kernel_modules(text: str) -> dict[str, str]:
     outer module is not found where it means something.
     """
     found = {}
-    for escaped in re.findall(r'\bir = "((?:[^"\\]|\\.)*)"', text):
+    for data in string_attributes(text, "ir"):
         with ir.Context() as context:
             dialect.register_dialect(context)
             context.load_all_available_dialects()
-            module = ir.Module.parse(_bytes(escaped))
+            module = ir.Module.parse(data)
             name = ir.StringAttr(module.operation.attributes["sym_name"]).value
             found[name] = str(module)
     return found
+
+
+def string_attributes(text: str, name: str) -> list[bytes]:
+    """The values of the attributes of that name in a module."""
+    return list(map(_bytes, re.findall(rf'\b{name} = "((?:[^"\\]|\\.)*)"', text)))
 
 
 def _bytes(escaped: str) -> bytes:

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -214,3 +215,13 @@ def test_import_is_light():
         "ml_dtypes",
         "opt_einsum",
     }
+
+
+def test_wheels_hold_every_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["packages"]
+    folders = {path.parent for path in packages()} | {
+        ROOT / "pallas_kernels" / "tuning"
+    }
+    found = {str(x.relative_to(ROOT)).replace(os.sep, ".") for x in folders}
+    assert set(listed) == found

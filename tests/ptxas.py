@@ -1,0 +1,188 @@
+"""What the compiler makes of the Mosaic GPU kernels, on a machine without a GPU.
+
+    python -m tests.ptxas                  every variant
+    python -m tests.ptxas backward causal  those whose name has all of these words
+
+Prints for each kernel the registers of a thread, the bytes that it spills, and what
+ptxas says of products: C7510, C7512, C7514 and C7520 that it put them in sequence,
+C7517 that it waits for one too early. Needs the wheels jax-cuda13-plugin and
+jax-cuda13-pjrt, a C compiler, and ptxas on the PATH. The compiler asks the driver for
+the kind of GPU: a library of a few lines answers in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash2 import attention
+from tests.lowering import lower_for_gpu, string_attributes
+
+# Of an H200. Attributes 75, 76, 16 and 97: capability, multiprocessors, shared memory.
+_DRIVER = """
+#define ANSWER(name, arguments, body) int name arguments { body; return 0; }
+ANSWER(cuInit, (unsigned f), )
+ANSWER(cuDriverGetVersion, (int *v), *v = 13000)
+ANSWER(cuDeviceGet, (int *d, int i), *d = 0)
+ANSWER(cuDeviceGetCount, (int *n), *n = 1)
+ANSWER(cuCtxGetDevice, (int *d), *d = 0)
+ANSWER(cuDeviceGetAttribute, (int *x, int a, int d),
+       *x = a == 75 ? 9 : a == 16 ? 132 : a == 97 ? 232448 : 0)
+ANSWER(cuModuleLoadData, (void **m, const void *x), *m = (void *)1)
+ANSWER(cuModuleGetFunction, (void **f, void *m, const char *n), *f = (void *)1)
+ANSWER(cuFuncSetAttribute, (void *f, int a, int v), )
+ANSWER(cuGetErrorString, (int e, const char **s), *s = "none")
+"""
+IN_SEQUENCE = ("C7510", "C7512", "C7514", "C7517", "C7520")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Of one kernel.
+
+    Attributes:
+      kernel: its name.
+      registers: of a thread, before warpgroups ask for more or fewer.
+      stored, loaded: bytes spilled.
+      messages: of `IN_SEQUENCE`.
+    """
+
+    kernel: str
+    registers: int
+    stored: int
+    loaded: int
+    messages: tuple[str, ...]
+
+    def __str__(self) -> str:
+        said = ", ".join(self.messages) or "none in sequence"
+        return (
+            f"{self.kernel}: {self.registers} registers, spills {self.stored} and "
+            f"{self.loaded} bytes, {said}"
+        )
+
+
+def reports(log: str) -> Iterator[Report]:
+    """From what ptxas printed."""
+    for part in re.split(r"(?=ptxas info\s+: Compile time)", log):
+        name = re.search(r"Function properties for (\w+)", part)
+        used = re.search(r"Used (\d+) registers", part)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        if name is None or used is None or spills is None:
+            continue
+        kernel = name[1].removesuffix("_mosaic_gpu_kernel")
+        said = tuple(x for x in IN_SEQUENCE if f"({x})" in part)
+        yield Report(kernel, int(used[1]), int(spills[1]), int(spills[2]), said)
+
+
+def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
+    """Shapes of the query, key heads and arguments, by name."""
+    features = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "local_window_size": (1000, 0)},
+        "soft cap": {"is_causal": True, "logits_soft_cap": 30.0},
+        "lengths": {"is_causal": True, "key_value_seq_lengths": jnp.int32([8192, 99])},
+        "offset": {"is_causal": True, "query_offset": jnp.int32(5)},
+        "segments": {"query_segment_ids": jnp.zeros((2, 8192), jnp.int32)},
+        "alibi": {"is_causal": True, "alibi_slopes": jnp.ones(16)},
+        "sinks": {"is_causal": True, "sinks": jnp.zeros(16)},
+    }
+    shape = (2, 8192, 16)
+    found = {
+        f"head size {h}, {name}": ((*shape, h), 16, arguments)
+        for h in (64, 128, 256)
+        for name, arguments in features.items()
+    }
+    causal = features["causal"]
+    for h in (72, 96, 160, 192):
+        found[f"head size {h}, causal"] = ((*shape, h), 16, causal)
+    for h in (64, 128):
+        found[f"head size {h}, causal, 2 key heads"] = ((*shape, h), 2, causal)
+        found[f"head size {h}, causal, T 2048"] = ((8, 2048, 16, h), 16, causal)
+    return found
+
+
+def kernels(shape: tuple[int, ...], key_heads: int, arguments: dict) -> list[bytes]:
+    """The modules of the Mosaic GPU kernels of a call and its gradients."""
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((*shape[:2], key_heads, shape[3]), jnp.bfloat16)
+    data = {n: x for n, x in arguments.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in arguments.items() if n not in data}
+
+    def run(arrays, data):
+        call = functools.partial(attention, implementation="mosaic_gpu")
+        out, vjp = jax.vjp(functools.partial(call, **static, **data), *arrays)
+        return out, vjp(out)
+
+    return string_attributes(lower_for_gpu(run, (q, k, k), data), "module")
+
+
+def compiler(folder: str):
+    """The function of JAX's plugin that compiles a module."""
+    source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
+    source.write_text(_DRIVER)
+    command = ["cc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=True)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    from jax.experimental.mosaic.gpu import core  # sets the variable that follows
+    from jax_plugins import xla_cuda13
+
+    del core
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        sys.exit("ptxas is not on the PATH")
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(Path(ptxas).resolve().parent.parent)
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    compile_module = ctypes.CDLL(str(xla_cuda13._get_library_path())).MosaicGpuCompile
+    compile_module.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    compile_module.restype = ctypes.c_void_p
+    return compile_module
+
+
+def printed(function, *arguments) -> str:
+    """What a function in C prints."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        kept = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            function(*arguments)
+            ctypes.CDLL(None).fflush(None)
+        finally:
+            for copy, number in zip(kept, (1, 2), strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+        file.seek(0)
+        return file.read().decode()
+
+
+def main(words: list[str]) -> None:
+    passes = {"forward", "backward"} & set(words)
+    words = [word for word in words if word not in passes]
+    with tempfile.TemporaryDirectory() as folder:
+        compile_module = compiler(folder)
+        for name, variant in variants().items():
+            if not all(word in name for word in words):
+                continue
+            for module in kernels(*variant):
+                log = printed(compile_module, module, len(module))
+                for report in reports(log):
+                    if not passes or any(x in report.kernel for x in passes):
+                        print(f"{name}: {report}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
