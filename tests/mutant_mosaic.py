@@ -34,12 +34,6 @@ MUTANTS = [
             "(i <= hi)",
             ORDER,
         ),
-        (
-            "visits of keys without their last row",
-            "loaded.q_blocks(start, end,",
-            "loaded.q_blocks(start, end - 1,",
-            ORDER,
-        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/backward.py",

@@ -45,6 +45,7 @@ CORE = (  # of the folder, likewise
     "dropout",
     "mask",
     "spec",
+    "visits",
     "pairs",
 )
 # Nothing else imports a backend: they are modules of a list (`jax_flash2._backends`).
