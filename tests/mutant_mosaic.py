@@ -36,7 +36,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/backward.py",
+        "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "keys beyond the array not masked",
             "found = found.all_edges(",

@@ -19,9 +19,7 @@ log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,12 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import division, program
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import Range, maximum, minimum
+from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
@@ -76,7 +74,7 @@ def backward(
     computing = keys // ROWS
     parts = _parts_of_dq(rows, h, computing)
     together = computing + 2  # a named barrier
-    visits = _visits(spec, layout)
+    visits = visits_of(spec, layout)
 
     def kernel(inputs, outputs, refs):
         q, k, v, spec, (lse_log2, delta, do), visits = inputs
@@ -84,7 +82,7 @@ def backward(
         me = lax.axis_index("warpgroup")
         ring = Ring(refs, blocks.num_stages)
         spec, where = program.key_program(program.with_end(spec, layout), layout)
-        tiles = _Tiles.of(spec, where, layout, visits)
+        tiles = Tiles.of(spec, where, layout, visits)
         counts = pl.get_global(plgpu.SemaphoreType.REGULAR((tiles.all_sums,)))
         start = where["s"].start
 
@@ -273,122 +271,6 @@ def divided(operands: Sequence[Named], launch: Launch) -> memory.Layout:
     layout = memory.Layout.of("dkv", operands, launch)
     layout.last_first = layout.elements == layout.parts.get("y", 1)
     return layout
-
-
-def _visits(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
-    """Of the programs, where arrays decide them (`Named` fields)."""
-    if not spec.is_data_dependent:
-        return None
-    order = {"last_first": layout.last_first}
-    return Visits.of(spec, layout.size, layout.rows, **order)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """The blocks of queries that a program visits, of each query head of its group.
-
-    Attributes:
-      spec, where: of the program.
-      layout: of the kernel.
-      needed: the blocks: those that meet its keys, exactly, as the programs that come
-        after this one count on it; or its part of them.
-      visits: where arrays decide them, with what this program needs loaded; else None.
-    """
-
-    spec: AttentionSpec
-    where: program.Where
-    layout: memory.Layout
-    needed: Range
-    visits: Visits | None
-
-    @classmethod
-    def of(cls, spec, where, layout: memory.Layout, visits: Visits | None) -> _Tiles:
-        if visits is None:
-            found = cls._met(spec, where["s"].start, layout)
-        else:
-            visits = load_tree(visits, (), where)
-            found = visits.blocks
-        if layout.size["s"] % layout.rows["s"]:
-            # Of rows beyond the array p may be infinite, and dq would be NaN.
-            end = where["s"].start + layout.rows["s"]
-            found = found.all_edges(jnp.asarray(end > layout.size["s"], jnp.int32))
-        return cls(spec, where, layout, layout.own_blocks(where, found), visits)
-
-    @staticmethod
-    def _met(spec, start, layout: memory.Layout) -> Range:
-        """Where windows and lengths alone decide."""
-        size, rows = layout.size["t"], layout.rows["t"]
-        end = minimum(start + layout.rows["s"], layout.size["s"])
-        first, last = spec.query_blocks_met(start, end, size, rows)
-        full = spec.q_blocks(start, end, size, rows)
-        full_lo = minimum(maximum(full.full_lo, first), last)
-        full_hi = maximum(minimum(full.full_hi, last), full_lo)
-        return Range(first, full_lo, full_hi, last)
-
-    @property
-    def _heads(self) -> tuple[Any, Any]:
-        """The first of the query heads that a program visits, and how many they are."""
-        group = self.where["k"] * self.layout.group if "k" in self.where else 0
-        first, end = self.layout.own_elements(self.where)
-        return group + first, jnp.int32(end - first)
-
-    @property
-    def count(self):
-        return jnp.int32(self.needed.count) * self._heads[1]
-
-    def _head(self, tile):
-        """The query head of a tile: they take turns."""
-        first, heads = self._heads
-        return first + lax.rem(tile, heads)
-
-    def _block(self, tile) -> tuple[Any, Any]:
-        """Whether pairs of a tile may be masked, and its block of queries."""
-        i = lax.div(tile, self._heads[1])
-        back = jnp.int32(self.needed.count) - 1 - i
-        return self.needed.at(i if self.layout.last_first else back)
-
-    def at(self, tile) -> program.Where:
-        rows = self.layout.rows["t"]
-        here = Rows(self._block(tile)[1] * rows, rows)
-        return {**self.where, "n": self._head(tile), "t": here}
-
-    def masked(self, tile):
-        """A traced boolean, or False if no pair of any tile is masked."""
-        edges = self.needed.edges
-        return False if isinstance(edges, int) and edges == 0 else self._block(tile)[0]
-
-    def before(self, tile):
-        """How many programs add to the dq of a tile before this one."""
-        if self.visits is not None:
-            there = {**self.where, "i": self._block(tile)[1]}
-            return self.visits.before.load((), there)
-        keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
-        end = minimum(rows.start + rows.size, size["t"])
-        met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
-        own = lax.div(self.where["s"].start, jnp.int32(keys))
-        return met[1] - 1 - own if self.layout.last_first else own - met[0]
-
-    @property
-    def _axes(self) -> list[tuple[str, int]]:
-        """Of the blocks of dq, but that of the blocks."""
-        names = [x for x in (*self.layout.names, "n") if x not in ("s", "k")]
-        return [(x, self.layout.size[x]) for x in names if x in self.layout.size]
-
-    @property
-    def _blocks_of_rows(self) -> int:
-        return -(-self.layout.size["t"] // self.layout.rows["t"])
-
-    @property
-    def all_sums(self) -> int:
-        """How many blocks dq has."""
-        return self._blocks_of_rows * math.prod(size for _, size in self._axes)
-
-    def number(self, tile):
-        """Of the block of dq of a tile."""
-        here, number = self.at(tile), jnp.int32(0)
-        for name, size in self._axes:
-            number = number * size + here[name]
-        return number * self._blocks_of_rows + self._block(tile)[1]
 
 
 class _ByColumns:

@@ -1,0 +1,136 @@
+"""The tiles that a program of the backward kernel goes through, and whose turn it is.
+
+Nothing here is an instruction of a GPU: tests go through all programs on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import program
+from pallas_kernels.core.ranges import Range, maximum, minimum
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import Visits
+from pallas_kernels.layout import Rows, load_tree
+from pallas_kernels.mosaic_gpu import memory
+
+
+def visits_of(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
+    """Of the programs, where arrays decide them (`Named` fields)."""
+    if not spec.is_data_dependent:
+        return None
+    order = {"last_first": layout.last_first}
+    return Visits.of(spec, layout.size, layout.rows, **order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The blocks of queries that a program visits, of each query head of its group.
+
+    Attributes:
+      spec, where: of the program.
+      layout: of the kernel.
+      needed: the blocks: those that meet its keys, exactly, as the programs that come
+        after this one count on it; or its part of them.
+      visits: where arrays decide them, with what this program needs loaded; else None.
+    """
+
+    spec: AttentionSpec
+    where: program.Where
+    layout: memory.Layout
+    needed: Range
+    visits: Visits | None
+
+    @classmethod
+    def of(cls, spec, where, layout: memory.Layout, visits: Visits | None) -> Tiles:
+        if visits is None:
+            found = cls._met(spec, where["s"].start, layout)
+        else:
+            visits = load_tree(visits, (), where)
+            found = visits.blocks
+        if layout.size["s"] % layout.rows["s"]:
+            # Of rows beyond the array p may be infinite, and dq would be NaN.
+            end = where["s"].start + layout.rows["s"]
+            found = found.all_edges(jnp.asarray(end > layout.size["s"], jnp.int32))
+        return cls(spec, where, layout, layout.own_blocks(where, found), visits)
+
+    @staticmethod
+    def _met(spec, start, layout: memory.Layout) -> Range:
+        """Where windows and lengths alone decide."""
+        size, rows = layout.size["t"], layout.rows["t"]
+        end = minimum(start + layout.rows["s"], layout.size["s"])
+        first, last = spec.query_blocks_met(start, end, size, rows)
+        full = spec.q_blocks(start, end, size, rows)
+        full_lo = minimum(maximum(full.full_lo, first), last)
+        full_hi = maximum(minimum(full.full_hi, last), full_lo)
+        return Range(first, full_lo, full_hi, last)
+
+    @property
+    def _heads(self) -> tuple[Any, Any]:
+        """The first of the query heads that a program visits, and how many they are."""
+        group = self.where["k"] * self.layout.group if "k" in self.where else 0
+        first, end = self.layout.own_elements(self.where)
+        return group + first, jnp.int32(end - first)
+
+    @property
+    def count(self):
+        return jnp.int32(self.needed.count) * self._heads[1]
+
+    def _head(self, tile):
+        """The query head of a tile: they take turns."""
+        first, heads = self._heads
+        return first + lax.rem(tile, heads)
+
+    def _block(self, tile) -> tuple[Any, Any]:
+        """Whether pairs of a tile may be masked, and its block of queries."""
+        i = lax.div(tile, self._heads[1])
+        back = jnp.int32(self.needed.count) - 1 - i
+        return self.needed.at(i if self.layout.last_first else back)
+
+    def at(self, tile) -> program.Where:
+        rows = self.layout.rows["t"]
+        here = Rows(self._block(tile)[1] * rows, rows)
+        return {**self.where, "n": self._head(tile), "t": here}
+
+    def masked(self, tile):
+        """A traced boolean, or False if no pair of any tile is masked."""
+        edges = self.needed.edges
+        return False if isinstance(edges, int) and edges == 0 else self._block(tile)[0]
+
+    def before(self, tile):
+        """How many programs add to the dq of a tile before this one."""
+        if self.visits is not None:
+            there = {**self.where, "i": self._block(tile)[1]}
+            return self.visits.before.load((), there)
+        keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
+        end = minimum(rows.start + rows.size, size["t"])
+        met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
+        own = lax.div(self.where["s"].start, jnp.int32(keys))
+        return met[1] - 1 - own if self.layout.last_first else own - met[0]
+
+    @property
+    def _axes(self) -> list[tuple[str, int]]:
+        """Of the blocks of dq, but that of the blocks."""
+        names = [x for x in (*self.layout.names, "n") if x not in ("s", "k")]
+        return [(x, self.layout.size[x]) for x in names if x in self.layout.size]
+
+    @property
+    def _blocks_of_rows(self) -> int:
+        return -(-self.layout.size["t"] // self.layout.rows["t"])
+
+    @property
+    def all_sums(self) -> int:
+        """How many blocks dq has."""
+        return self._blocks_of_rows * math.prod(size for _, size in self._axes)
+
+    def number(self, tile):
+        """Of the block of dq of a tile."""
+        here, number = self.at(tile), jnp.int32(0)
+        for name, size in self._axes:
+            number = number * size + here[name]
+        return number * self._blocks_of_rows + self._block(tile)[1]
