@@ -106,7 +106,7 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
         for name, arguments in features.items()
     }
     causal = features["causal"]
-    for h in (72, 96, 160, 192):
+    for h in (48, 72, 96, 160, 192):
         found[f"head size {h}, causal"] = ((*shape, h), 16, causal)
     for h in (64, 128):
         found[f"head size {h}, causal, 2 key heads"] = ((*shape, h), 2, causal)

@@ -86,6 +86,7 @@ def any_size(monkeypatch):
 
 
 # Cases whose gradients the backend makes itself, where it has the head size.
+WIDER = {"head_96": (96, 96), "head_48": (48, 40), "head_100": (100, 128)}
 BACKWARD = [
     case
     for case in SERVED
@@ -119,7 +120,7 @@ def test_backward_lowers(case, head, any_size):
 
 
 OTHER = {
-    "head_size": (by_name("head_96"), "head sizes (96, 96)"),
+    "head_size": (by_name("head_80"), "head sizes (80, 80)"),
     "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
 }
@@ -281,6 +282,23 @@ def test_error_rule(case, dtype, record_property):
 def test_error_rule_of_many_tiles_a_program(case, multiprocessors, record_property):
     multiprocessors(3)
     check(case.full(), "bfloat16", record_property)
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_tiles_wider_than_heads_lower(name, any_size):
+    h, d = WIDER[name]
+    case = dataclasses.replace(by_name("causal"), h=h, d=d)
+    assert lowered(case, jnp.bfloat16).count("custom_call @mosaic_gpu") == 2
+
+
+@on_hopper
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("name", WIDER)
+def test_tiles_wider_than_heads(name, group, any_size, record_property):
+    h, d = WIDER[name]
+    sizes = {"h": h, "d": d, "n": 2 * group, "k": 2, "t": 300, "s": 333}
+    case = dataclasses.replace(by_name("causal"), **sizes)
+    check(case, "bfloat16", record_property)
 
 
 @on_hopper

@@ -10,17 +10,19 @@ loads, by TMA, and one that adds dq to global memory, by TMA too, in float32.
 
 The additions to a block of dq have one order, that of the programs whose keys meet it,
 so that the same inputs give the same bits: from the last key block or from the first
-(`_last_first`). A semaphore of the block counts them, and the first one stores. A
+(`divided`). A semaphore of the block counts them, and the first one stores. A
 program waits only for programs of lower indices, which a GPU starts before it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
-log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32.
+log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32. Heads
+are as wide as `tuning.head_tile`: beyond an array 0 is read, and nothing is written.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +36,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows, load_tree
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -69,10 +71,12 @@ def backward(
     layout = divided([q, k, v, *jax.tree.leaves(spec), *saved, *outputs], launch)
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
-    h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
+    width = tuning.head_tile(layout.size)
+    elements = {x: memory.head_elements(layout.size[x]) for x in "hd"}
+    wider = {x: width for x, n in elements.items() if n < width}
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
-    parts = _parts_of_dq(rows, h, computing)
+    parts = _parts_of_dq(rows, width, computing)
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
 
@@ -223,8 +227,8 @@ def backward(
                 return dk_sum[...], dv_sum[...]
 
             plgpu.barrier_wait(refs["own here"])
-            sums = [plgpu.ACC((ROWS, columns), _F32) for columns in (h, d)]
-            dk_block, dv_block = pl.run_scoped(walk, *sums)
+            sums = plgpu.ACC((ROWS, width), _F32)
+            dk_block, dv_block = pl.run_scoped(walk, sums, sums)
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
@@ -250,8 +254,8 @@ def backward(
         layout,
         (q, k, v, spec, saved, visits),
         results,
-        block={"t": rows, "s": ROWS},
-        scratch=_shared(blocks, h, d, q.dtype),
+        block={"t": rows, "s": ROWS, **wider},
+        scratch=_shared(blocks, width, elements, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",
     )
@@ -308,18 +312,29 @@ def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
     return _ByColumns(rows, h, computing)
 
 
-def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
-    """Tiles and barriers of a program, by name."""
+def _shared(blocks, width: int, elements: Mapping[str, int], dtype) -> dict[str, Any]:
+    """Tiles and barriers of a program, by name.
+
+    Args:
+      width: of tiles of heads.
+      elements: of heads `h` and `d`.
+    """
     computing, stages = blocks.block_kv // ROWS, blocks.num_stages
     rows, keys = blocks.block_q, blocks.block_kv
+
+    def of_heads(name, count, size):
+        return support.tile((count, size, width), dtype, elements[name])
+
+    both = math.gcd(*elements.values())  # parts of dk and dv pass through it, too
     vector = plgpu.SMEM((stages, rows), _F32)
-    of_q = {"q": support.tile((stages, rows, h), dtype), "lse": vector}
-    of_do = {"do": support.tile((stages, rows, d), dtype), "delta": vector}
+    of_q = {"q": of_heads("h", stages, rows), "lse": vector}
+    of_do = {"do": of_heads("d", stages, rows), "delta": vector}
     return {
-        "k": support.tile((1, keys, h), dtype),
-        "v": support.tile((1, keys, d), dtype),
-        "dz": support.tile((stages, keys, rows), dtype),
-        "dq": support.tile((_DQ_TILES, rows, h), _F32),
+        "k": of_heads("h", 1, keys),
+        "v": of_heads("d", 1, keys),
+        # Both operands of a product have one swizzle.
+        "dz": support.tile((stages, keys, rows), dtype, elements["h"]),
+        "dq": support.tile((_DQ_TILES, rows, width), _F32, both),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
         "dq here": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=computing),
         "dq read": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=1),

@@ -36,10 +36,13 @@ class View(layout.View):
     """A Ref in global memory.
 
     Attributes:
-      block: the sizes of blocks of `t` and `s`, by which vectors become blocks.
+      block: the sizes of blocks of `t` and `s`, by which vectors become blocks; and of
+        tiles of heads that are wider than the array.
+      nothing: a traced 0. A static part of an array may not go beyond it.
     """
 
     block: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    nothing: Any = 0
 
     def at(self, where: Mapping[str, Any]):
         """The part at `where`, as TMA copies it: rows, and all of their head elements.
@@ -51,7 +54,11 @@ class View(layout.View):
     def _place(self, name: str | None, where: Mapping[str, Any]):
         if name is None:
             return 0
-        at = slice(None) if name in _HEADS else where[name]
+        if name in _HEADS:
+            if name not in self.block:
+                return slice(None)
+            return pl.ds(self.nothing * self.block[name], self.block[name])
+        at = where[name]
         return pl.ds(at.start, at.size) if isinstance(at, Rows) else at
 
     def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
@@ -210,7 +217,10 @@ def call(
 
     def body(*refs):
         axes = [x.axes for x in (*operands, *results)]
-        views = [View(ref, a, block) for ref, a in zip(refs, axes, strict=False)]
+        nothing = lax.shift_right_logical(lax.axis_index("program"), jnp.int32(31))
+        views = [
+            View(ref, a, block, nothing) for ref, a in zip(refs, axes, strict=False)
+        ]
         own = shared_tree.unflatten(refs[len(axes) :])
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 

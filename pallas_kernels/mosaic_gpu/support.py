@@ -45,10 +45,15 @@ def swizzle(row: int, itemsize: int) -> int:
     return next(n for n in _SWIZZLES if row * itemsize % n == 0)
 
 
-def tile(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
-    """A tile (or several) in shared memory, for TMA and wgmma."""
+def tile(shape: tuple[int, ...], dtype, row: int | None = None) -> plgpu.SMEM:
+    """A tile (or several) in shared memory, for TMA and wgmma.
+
+    Args:
+      row: elements of a row of the array that it is copied from or to; None for those
+        of the tile.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    width = swizzle(shape[-1], itemsize)
+    width = swizzle(row or shape[-1], itemsize)
     transforms = (
         plgpu.TilingTransform((8, width // itemsize)),
         plgpu.SwizzleTransform(width),

@@ -110,13 +110,22 @@ def slower(call: Call, programs: float) -> str | None:
     return None
 
 
-# Of the backward kernel, by head size.
+# Of the backward kernel, by the width of its tiles of heads.
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
+# Parts of a tile, at least, that a head must fill: products with the rest are lost.
+_FILLED = 0.7
+
+
+def head_tile(size: Mapping[str, int]) -> int:
+    """Width of the tiles of heads in the backward kernel, of keys and values alike."""
+    return 64 if max(size["h"], size["d"]) <= 64 else 128
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:
-    """Blocks of the backward kernel; None of heads that it has not."""
-    return _BACKWARD.get(heads[0]) if heads[0] == heads[1] else None
+    """Blocks of the backward kernel; None of heads that do not fit it, or not well."""
+    width = head_tile(dict(zip("hd", heads, strict=True)))
+    fits = max(heads) <= width and sum(heads) >= 2 * _FILLED * width
+    return _BACKWARD[width] if fits else None
 
 
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
