@@ -61,6 +61,24 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("jax_flash2._chunked._PAIRS_OF_GPUS", 0)
 
 
+@pytest.fixture
+def any_size(monkeypatch):
+    """Calls that are too small for Mosaic GPU's backward to be fast go to it, too."""
+    monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._ENOUGH", 0)
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """Sets how many the GPU is said to have: with few, programs have many tiles."""
+
+    def set_count(count: int) -> None:
+        jax.clear_caches()
+        monkeypatch.setattr("pallas_kernels.device.multiprocessors", lambda: count)
+
+    yield set_count
+    jax.clear_caches()
+
+
 def pytest_terminal_summary(terminalreporter):
     """How near the results came to what the error rule allows (`record_property`)."""
     found = [

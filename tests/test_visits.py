@@ -31,7 +31,7 @@ from pallas_kernels.mosaic_gpu.backward import divided
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu
-from tests.test_mosaic_gpu import MOSAIC, check, on_hopper, with_heads
+from tests.mosaic import MOSAIC, check, on_hopper, with_heads
 from tests.tiers import deeply
 
 BATCH = {"b0": 2, "v0": 2}

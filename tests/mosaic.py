@@ -1,0 +1,83 @@
+"""What the tests of the Mosaic GPU backend share."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_flash2 import Blocks, attention
+from pallas_kernels import device
+from tests import tolerances
+from tests.cases import CASES, ON_GPU, Case, by_name
+from tests.lowering import lower_for_gpu
+
+MOSAIC = {"implementation": "mosaic_gpu"}
+
+DECLINED = ("bias", "mask", "dropout_rate")
+
+SERVED = [
+    case
+    for case in CASES
+    if max(case.h, case.d) <= 256 and not any(map(case.has, DECLINED))
+]
+
+# What the backend serves, all together: no case of the common ones has just that.
+EVERYTHING = dataclasses.replace(
+    by_name("plain"),
+    name="everything_served",
+    arguments=lambda rng, case: {
+        **by_name("segments").arguments(rng, case),
+        **by_name("alibi_batch").arguments(rng, case),
+        **by_name("lengths").arguments(rng, case),
+        "sinks": np.float32(rng.standard_normal(case.n)),
+        "logits_soft_cap": 4.0,
+        "local_window_size": (25, None),
+    },
+    n=4,
+    d=24,
+)
+
+SERVED.append(EVERYTHING)
+
+on_hopper = pytest.mark.skipif(
+    not (ON_GPU and device.capability() == 90), reason="runs on Hopper GPUs"
+)
+
+
+def lowered(case: Case, dtype, **more) -> str:
+    """The module of a call's forward pass for a Hopper GPU, and of its gradients."""
+    arrays, arguments = case.full().inputs(dtype)
+    data = {n: x for n, x in arguments.items() if isinstance(x, np.ndarray | jax.Array)}
+    static = {n: x for n, x in arguments.items() if n not in data}
+
+    def run(arrays, data):
+        call = functools.partial(attention, **static, **data, **MOSAIC, **more)
+        out, vjp = jax.vjp(call, *arrays)
+        return out, vjp(out)
+
+    return lower_for_gpu(run, arrays, data)
+
+
+def with_heads(case: Case, size: int) -> Case:
+    return dataclasses.replace(case, h=size, d=size)
+
+
+BLOCKS = {
+    "one_warpgroup": Blocks(64, 64, num_warps=4, num_stages=1),
+    "three_warpgroups": Blocks(192, 128, num_warps=12, num_stages=3),
+    "few_keys": Blocks(128, 64, num_warps=8, num_stages=4),
+}
+
+
+def check(case: Case, dtype, record_property, arrays=None, **more):
+    made, arguments = case.inputs(dtype)
+    arrays = made if arrays is None else arrays
+    cotangents = tolerances.cotangents_for(case, dtype)
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    actual = tolerances.evaluate(arrays, cotangents, {**arguments, **MOSAIC, **more})
+    found = tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
+    worst = float(max(found.values(), default=0.0))
+    record_property("share of the allowed error", worst)
