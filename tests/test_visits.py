@@ -220,7 +220,7 @@ IDS = {
 
 @on_hopper
 @pytest.mark.parametrize("parts", [1, None])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "groups"])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)], ids=["heads", "groups"])
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ids", IDS)
@@ -231,10 +231,10 @@ def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property
         monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     n, k = heads
     case = with_heads(by_name("plain"), head)
-    sizes = {"batch": (2,), "t": 2048, "s": 2048, "n": n, "k": k}
-    made = IDS[ids](np.random.default_rng(0), 2048).astype(np.int32)
+    sizes = {"batch": (2,), "t": 1024, "s": 1024, "n": n, "k": k}
+    made = IDS[ids](np.random.default_rng(0), 1024).astype(np.int32)
     # Queries of a document without keys, whole blocks of them.
-    of_queries = np.where(np.arange(2048) // 256 == 3, 99, made).astype(np.int32)
+    of_queries = np.where(np.arange(1024) // 128 == 3, 99, made).astype(np.int32)
     arguments = {
         "query_segment_ids": of_queries,
         "key_value_segment_ids": made,
@@ -251,7 +251,7 @@ def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property
         return out, vjp(out)
 
     first = jax.device_get(run(*arrays))
-    assert not np.any(np.float32(first[1][0][:, 768:1024]))
+    assert not np.any(np.float32(first[1][0][:, 384:512]))
     for _ in range(30):
         found = jax.device_get(run(*arrays))
         for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True):
