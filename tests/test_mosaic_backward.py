@@ -15,7 +15,7 @@ from tests.lowering import lower_for_gpu
 from tests.mosaic import MOSAIC, SERVED, check, lowered, on_hopper, with_heads
 
 # Cases whose gradients the backend makes itself, where it has the head size.
-WIDER = {"head_96": (96, 96), "head_48": (48, 40), "head_100": (100, 128)}
+WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
 
 BACKWARD = [
     case
@@ -47,7 +47,7 @@ def test_backward_lowers(case, head, any_size):
 
 
 OTHER = {
-    "head_size": (by_name("head_80"), "head sizes (80, 80)"),
+    "head_size": (by_name("head_72_24"), "head sizes (72, 24)"),
     "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
 }

@@ -113,7 +113,7 @@ def slower(call: Call, programs: float) -> str | None:
 # Of the backward kernel, by the width of its tiles of heads.
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
 # Parts of a tile, at least, that a head must fill: products with the rest are lost.
-_FILLED = 0.7
+_FILLED = 0.62
 
 
 def head_tile(size: Mapping[str, int]) -> int:
