@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -135,19 +137,25 @@ def _last_head(call: Call, operands, arrays) -> tuple[Call, list, dict]:
     return one, made, cut
 
 
-def expected(call: Call, operands, arrays) -> dict[str, np.ndarray]:
-    """out and, of a trained call, dq of the last head: exact, or none if too large."""
-    if call.t * call.keys > _MOST_SCORES:
-        return {}
-    one, made, cut = _last_head(call, operands, arrays)
+def exact(call: Call) -> Callable:
+    """A function as those of `passes`, of the last head alone, in float32."""
 
-    def exact(call, q, k, v, arrays):
+    def reference(call, q, k, v, arrays):
         options = {"implementation": "reference", "precision": "highest"}
         return _ours(call, q, k, v, {**arrays, **options})
 
-    *_, function = passes(one, exact).values()
-    named = zip(("out", "dq"), jax.jit(function)(*made, cut), strict=False)
-    return {name: np.asarray(x[0, :, 0]) for name, x in named}
+    def function(q, k, v, do, arrays):
+        one, made, cut = _last_head(call, (q, k, v, do), arrays)
+        *_, last = passes(one, reference).values()
+        return last(*made, cut)
+
+    return function
+
+
+def named(results: Sequence) -> dict[str, np.ndarray]:
+    """out and, of a trained call, dq of the only head that `exact` gives."""
+    pairs = zip(("out", "dq"), results, strict=False)
+    return {name: np.asarray(x[0, :, 0]) for name, x in pairs}
 
 
 def wrong(results: Sequence, want: Mapping[str, np.ndarray]) -> bool:
@@ -161,17 +169,55 @@ def wrong(results: Sequence, want: Mapping[str, np.ndarray]) -> bool:
     return False
 
 
-def rows_of(call: Call, group: str, dtype: str, *, rounds: int) -> list[dict]:
-    """A row for each pass and peer."""
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """Programs of a call that a pool compiles.
+
+    Attributes:
+      programs: by pass and peer.
+      exact: what they are compared with; None where its scores would be too many.
+    """
+
+    programs: Mapping[tuple[str, str], Future]
+    exact: Future | None
+
+
+def start(call: Call, dtype: str, pool: Executor) -> Compiling:
+    """Lowers and compiles in `pool`."""
+    operands, arrays = jax.eval_shape(functools.partial(call.operands, dtype))
+
+    def compiled(function: Callable) -> jax.stages.Compiled:
+        return programs.lower(function, *operands, arrays).compile()
+
+    fits = call.t * call.keys <= _MOST_SCORES
+    found = {
+        (which, name): pool.submit(compiled, passes(call, attention)[which])
+        for which in passes(call, _ours)
+        for name, attention in PEERS.items()
+    }
+    return Compiling(found, pool.submit(compiled, exact(call)) if fits else None)
+
+
+def started(calls: Sequence[Call], dtype: str) -> list[Compiling]:
+    """All programs of some calls. Nothing may be timed before: compilers autotune."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [start(call, dtype, pool) for call in calls]
+
+
+def rows_of(
+    call: Call, group: str, dtype: str, compiling: Compiling, *, rounds: int
+) -> list[dict]:
+    """A row for each pass and peer, of what `started` compiled."""
     operands, arrays = call.operands(dtype)
-    want = expected(call, operands, arrays)
+    want = {}
+    if compiling.exact is not None:
+        want = named(compiling.exact.result()(*operands, arrays))
     rows = []
     for which in passes(call, _ours):
         timed, failures, memory, is_wrong = {}, {}, {}, {}
-        for name, attention in PEERS.items():
+        for name in PEERS:
             try:
-                function = passes(call, attention)[which]
-                compiled = programs.lower(function, *operands, arrays).compile()
+                compiled = compiling.programs[which, name].result()
                 programs.check_fits(compiled)
                 results = jax.block_until_ready(compiled(*operands, arrays))
                 is_wrong[name] = wrong(results, want)

@@ -13,6 +13,7 @@ ratio to the best of jax.nn, its lowest and its geometric mean. Rows go to
 """
 
 import time
+from collections.abc import Iterator
 
 from absl import flags
 
@@ -25,22 +26,35 @@ _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no call after this long.")
 _RESULTS_DIR, _COMMIT = options.files()
+# Calls whose programs are compiled at the same time, before any of them is timed.
+_TOGETHER = 8
+
+
+def batched(calls: list, count: int) -> Iterator[list]:
+    """Of `count` calls, the last one of what is left."""
+    for first in range(0, len(calls), count):
+        yield calls[first : first + count]
 
 
 def main():
     begun = time.monotonic()
     run = records.Run.start("models", _RESULTS_DIR.value, commit=_COMMIT.value)
     calls = [(group, call) for group in _GROUPS.value for call in GROUPS[group]]
+    if _SMALL.value:
+        calls = [(group, call.small()) for group, call in calls]
     rows = []
     with options.Progress(len(calls), "call") as progress:
-        for group, call in calls:
+        for together in batched(calls, _TOGETHER):
             if _BUDGET.value and time.monotonic() - begun > _BUDGET.value:
-                progress.say(f"no time is left for {call.name} and what comes after")
+                name = together[0][1].name
+                progress.say(f"no time is left for {name} and what comes after")
                 break
-            call = call.small() if _SMALL.value else call
-            found = model_rows.rows_of(call, group, _DTYPE.value, rounds=_REPEATS.value)
-            rows += [run.write(row) for row in found]
-            progress.step(f"{call.name} ({time.monotonic() - begun:.0f} s)")
+            dtype, rounds = _DTYPE.value, _REPEATS.value
+            compiling = model_rows.started([call for _, call in together], dtype)
+            for (group, call), own in zip(together, compiling, strict=True):
+                found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
+                rows += [run.write(row) for row in found]
+                progress.step(f"{call.name} ({time.monotonic() - begun:.0f} s)")
     print(f"\n{run.path}\n\n{model_rows.table(rows)}")
 
 

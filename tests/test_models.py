@@ -20,8 +20,14 @@ def test_calls_are_named_and_sourced():
         assert call.trained or call.causal
 
 
+def _rows(call, group):
+    call = call.small()
+    (compiling,) = model_rows.started([call], "float32")
+    return model_rows.rows_of(call, group, "float32", compiling, rounds=1)
+
+
 def _checked(group, call):
-    rows = model_rows.rows_of(call.small(), group, "float32", rounds=1)
+    rows = _rows(call, group)
     by_peer = {(row["peer"], row["pass"]): row for row in rows}
     for (peer, which), row in by_peer.items():
         if peer == OURS:
@@ -59,7 +65,7 @@ def test_a_wrong_peer_is_no_best(monkeypatch):
     monkeypatch.setattr(
         model_rows, "PEERS", {OURS: model_rows.PEERS[OURS], "xla": wrong}
     )
-    rows = model_rows.rows_of(call.small(), "serving", "float32", rounds=1)
+    rows = _rows(call, "serving")
     assert [row["wrong"] for row in rows] == [False, True]
     assert "WRONG" not in model_rows.table(rows[:1])
     assert "(XLA)" not in model_rows.table(rows)
