@@ -6,6 +6,8 @@ from tests.mutant_kernels import of
 
 ORDER = "tests/test_visits.py -k before_them"
 DOCUMENTS = "tests/test_visits.py -k of_documents"
+SCHEDULE = "tests/test_schedule.py"
+DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 
 MUTANTS = [
     *of(
@@ -63,6 +65,75 @@ MUTANTS = [
             "if need > _MOST_COUNTS:",
             "if need < 0:",
             "tests/test_visits.py -k too_large",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/schedule.py",
+        (
+            "every round deals tiles out in the same direction",
+            "back = (r & 1) * ",
+            "back = 0 * ",
+            SCHEDULE,
+        ),
+        (
+            "a last round without tiles",
+            "self.tile(program, last) >= self.tiles",
+            "self.tile(program, last) > self.tiles",
+            SCHEDULE,
+        ),
+        (
+            "fewer tiles side by side than there are programs",
+            "if n * blocks >= programs",
+            "if n >= 1",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/memory.py",
+        (
+            "the next heads from the same end",
+            "block += ((last - heads) & 1)",
+            "block += 0",
+            SCHEDULE,
+        ),
+        (
+            "parts that are no tiles of their own",
+            "rest, ids[name] = _divmod(rest, size)\n        rest, head",
+            "_, ids[name] = _divmod(rest, size)\n        rest, head",
+            SCHEDULE,
+        ),
+        (
+            "heads together of one block only",
+            "if self.together > 1:",
+            "if False:",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "rows of unequal lengths said to be sorted",
+            "DataDependent | Lengths) for",
+            "DataDependent) for",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "every program visits all heads of the group",
+            "first, end = self.layout.own_elements(self.where)",
+            "first, end = 0, self.layout.elements",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/backward.py",
+        (
+            "parts of a division left apart",
+            "division.summed(dkv, of_kv)",
+            "[x.value for x in dkv]",
+            DIVIDED,
         ),
     ),
 ]
