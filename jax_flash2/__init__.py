@@ -2,6 +2,7 @@
 
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
+from jax_flash2._merge import merge
 from jax_flash2._operation import LSE_NAME, OUTPUT_NAME
 from jax_flash2._version import __version__
 from pallas_kernels.configs import Blocks, Config
@@ -15,4 +16,5 @@ __all__ = [
     "attention",
     "explain",
     "flax_attention",
+    "merge",
 ]

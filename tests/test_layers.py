@@ -32,7 +32,7 @@ LAYERS = (
     ("jax_flash2/_derivatives.py", "jax_flash2/_reference.py"),
     ("jax_flash2/_vjp.py",),
     ("jax_flash2/_arguments.py",),
-    ("jax_flash2/_api.py",),
+    ("jax_flash2/_api.py", "jax_flash2/_merge.py"),
     ("jax_flash2/_flax.py",),
     ("jax_flash2/__init__.py",),
 )

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
+import jax_flash2
 from jax_flash2 import attention
 from pallas_kernels.core import flash2
 from tests.cases import Case, by_name
@@ -96,3 +98,111 @@ def test_merge_has_a_gradient():
     found, expected = (jax.grad(f, (0, 1))(o, lse) for f in (merged, plain))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _public(o, lse, **more):
+    return jax_flash2.merge(*zip(o, lse, strict=True), **more)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_merge_of_pairs(dtype):
+    """The public function: sums in float32, the outputs' dtype, any batch axes."""
+    rng = np.random.default_rng(0)
+    o = jnp.asarray(rng.standard_normal((3, 2, 5, 4, 8)), dtype)
+    lse = jnp.asarray(rng.standard_normal((3, 2, 5, 4)), jnp.float32)
+    sinks = jnp.asarray(rng.standard_normal(4), jnp.float32)
+    for more in ({}, {"sinks": sinks}):
+        found = jax.jit(_public)(o, lse, **more)
+        expected = flash2.merge(o.astype(jnp.float32), lse, *more.values())
+        assert [x.dtype for x in found] == [jnp.dtype(dtype), jnp.float32]
+        np.testing.assert_array_equal(found[0], expected[0].astype(dtype))
+        np.testing.assert_array_equal(found[1], expected[1])
+    one = _public(o[:1, 0, :, 0], lse[:1, 0, :, 0])
+    np.testing.assert_allclose(one[0], o[0, 0, :, 0], rtol=1e-6)
+    np.testing.assert_allclose(one[1], lse[0, 0, :, 0], rtol=1e-6)
+
+
+def test_second_derivatives_of_merge():
+    """Also of rows without keys in some parts, or in all."""
+    rng = np.random.default_rng(0)
+    o = jnp.asarray(rng.standard_normal((3, 4, 2, 2)), jnp.float32)
+    lse = jnp.asarray(rng.standard_normal((3, 4, 2)), jnp.float32)
+    none = jnp.zeros_like(lse, bool).at[0, 1].set(True).at[:, 2].set(True)
+    sinks = jnp.asarray(rng.standard_normal(2), jnp.float32)
+
+    def merged(o, lse, sinks):
+        out, total = _public(o, jnp.where(none, -jnp.inf, lse), sinks=sinks)
+        return jnp.sin(out), jnp.where(total == -jnp.inf, 0.0, jnp.sin(total))
+
+    check_grads(merged, (o, lse, sinks), order=2, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_of_parts_are_those_of_the_whole():
+    """Of queries, keys and values, through the log-sum-exps of the parts too."""
+    (q, k, v), _ = CASE.inputs(jnp.float32)
+    options = {"implementation": "xla", "precision": "highest", "is_causal": True}
+
+    def whole(q, k, v):
+        return attention(q, k, v, **options, return_residual=True)
+
+    def in_parts(q, k, v):
+        def part(lo, hi):
+            keys, values = k[:, lo:hi], v[:, lo:hi]
+            more = {"query_offset": -lo, "return_residual": True}
+            return attention(q, keys, values, **options, **more)
+
+        return jax_flash2.merge(part(0, 7), part(7, 30), part(30, 48))
+
+    results = [jax.vjp(f, q, k, v) for f in (in_parts, whole)]
+    rng = np.random.default_rng(0)
+    cotangents = [
+        jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in results[0][0]
+    ]
+    found, expected = ((out, vjp(tuple(cotangents))) for out, vjp in results)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+PART = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 4))
+WRONG = {
+    "no parts": ((), {}, ValueError, "at least one pair"),
+    "no pair": ((PART[0],), {}, TypeError, r"parts\[0\] must be a pair"),
+    "no array": ((PART, (1.0, PART[1])), {}, TypeError, r"parts\[1\]\[0\] must be an"),
+    "integers": (
+        ((PART[0].astype(int), PART[1]),),
+        {},
+        TypeError,
+        "floating-point dtype, got int32",
+    ),
+    "narrow log": (
+        ((PART[0], PART[1].astype("bfloat16")),),
+        {},
+        TypeError,
+        "float32 or float64, got bfloat16",
+    ),
+    "log of another shape": (
+        ((PART[0], PART[1][:1]),),
+        {},
+        ValueError,
+        r"must have shape \(2, 5, 4\)",
+    ),
+    "outputs of two shapes": (
+        (PART, (PART[0][:1], PART[1][:1])),
+        {},
+        ValueError,
+        r"parts\[1\]\[0\] must have the shape of parts\[0\]\[0\]",
+    ),
+    "sinks": (
+        (PART,),
+        {"sinks": jnp.zeros(3)},
+        ValueError,
+        r"shape \[N\], here \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_parts(name):
+    parts, more, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        jax_flash2.merge(*parts, **more)
