@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -81,3 +82,13 @@ def check(case: Case, dtype, record_property, arrays=None, **more):
     found = tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
     worst = float(max(found.values(), default=0.0))
     record_property("share of the allowed error", worst)
+
+
+def in_both_dtypes(cases: Sequence[Case]) -> list:
+    """(case, dtype): all in bfloat16, and every fourth in float16.
+
+    Each takes some ten seconds of a core beside a GPU, most of it to compile.
+    """
+    pairs = [(case, "bfloat16") for case in cases]
+    pairs += [(case, "float16") for case in cases[::4]]
+    return [pytest.param(*pair, id="-".join((pair[0].name, pair[1]))) for pair in pairs]

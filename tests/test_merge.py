@@ -12,6 +12,7 @@ import jax_flash2
 from jax_flash2 import attention
 from pallas_kernels.core import flash2
 from tests.cases import Case, by_name
+from tests.tiers import deep
 from tests.tolerances import exact
 
 CASE = Case("merged", t=20, s=48)
@@ -122,6 +123,7 @@ def test_merge_of_pairs(dtype):
     np.testing.assert_allclose(one[1], lse[0, 0, :, 0], rtol=1e-6)
 
 
+@deep
 def test_second_derivatives_of_merge():
     """Also of rows without keys in some parts, or in all."""
     rng = np.random.default_rng(0)

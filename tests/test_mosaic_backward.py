@@ -12,7 +12,15 @@ from jax_flash2 import attention, explain
 from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import lower_for_gpu
-from tests.mosaic import MOSAIC, SERVED, check, lowered, on_hopper, with_heads
+from tests.mosaic import (
+    MOSAIC,
+    SERVED,
+    check,
+    in_both_dtypes,
+    lowered,
+    on_hopper,
+    with_heads,
+)
 
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
@@ -124,8 +132,7 @@ def test_tiles_wider_than_heads(name, group, any_size, record_property):
 
 @on_hopper
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BACKWARD))
 def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
     check(with_heads(case.full(), head), dtype, record_property)
 

@@ -219,9 +219,11 @@ IDS = {
 
 
 @on_hopper
-@pytest.mark.parametrize("parts", [1, None])
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1)], ids=["heads", "groups"])
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(
+    ("head", "heads", "parts"),
+    [(64, (1, 1), 1), (128, (2, 1), None), (64, (2, 1), 1)],
+    ids=["64_whole", "128_groups_in_parts", "64_groups_whole"],
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ids", IDS)
 def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property):
