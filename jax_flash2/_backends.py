@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import warnings
 from typing import cast
 
@@ -143,8 +144,12 @@ def _choice(implementation: str | None, call: Call) -> str:
     if not serving:
         lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
         raise ValueError(f"no implementation serves this call: {lines}")
-    fastest = (name for name in serving[:-1] if module(name).slower(call) is None)
-    return next(fastest, serving[-1])
+    for name, following in itertools.pairwise([*BACKENDS, None]):
+        # It may be known to be slower than the next one, not than those after that.
+        alone = following not in serving
+        if name in serving and (alone or module(name).slower(call) is None):
+            return name
+    raise AssertionError("the last of those that serve has none after it")
 
 
 def explain(implementation: str | None, call: Call) -> str:

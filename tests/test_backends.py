@@ -77,6 +77,22 @@ def test_a_backend_declines_with_a_reason_and_another_serves(monkeypatch):
     assert "  proof: head sizes above 256" in text
 
 
+def test_a_slower_backend_gives_way_to_the_next_alone(monkeypatch):
+    """Not to those after it, should the next one not serve the call."""
+    x = jax.ShapeDtypeStruct((1, 20, 2, 16), jnp.float32)
+    monkeypatch.setattr("tests.proof.slower", lambda call: "for a test", raising=False)
+    proof, xla = Entry("tests.proof"), BACKENDS["xla"]
+    never = Entry("tests.proof", platform="none")
+    for backends, chosen in (
+        ({"proof": proof, "xla": xla}, "xla"),
+        ({"proof": proof, "never": never, "xla": xla}, "proof"),
+    ):
+        monkeypatch.setattr(_backends, "BACKENDS", backends)
+        text = explain(x, x, x)
+        assert text.startswith(f"implementation: {chosen}\n")
+        assert "  proof: can serve this call, slower: for a test" in text
+
+
 def test_a_backend_is_asked_all_that_is_static(monkeypatch):
     asked = []
     monkeypatch.setitem(BACKENDS, "proof", Entry("tests.proof"))

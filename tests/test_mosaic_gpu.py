@@ -94,15 +94,18 @@ def test_what_is_declined(name):
     assert not chosen.startswith("implementation: mosaic_gpu")
 
 
-def _choice(shape: tuple[int, ...], **arguments) -> str:
+def _choice(shape: tuple[int, ...], keys=None, key_heads=None, **arguments) -> str:
+    batch, rows, heads, head = shape
     found = []
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    other = (batch, keys or rows, key_heads or heads, head)
+    k = jax.ShapeDtypeStruct(other, jnp.bfloat16)
 
-    def ask(x):
-        found.append(explain(x, x, x, **arguments).splitlines()[0])
-        return x
+    def ask(q, k):
+        found.append(explain(q, k, k, **arguments).splitlines()[0])
+        return q
 
-    lower_for_gpu(ask, x)
+    lower_for_gpu(ask, q, k)
     return found[0].removeprefix("implementation: ")
 
 
@@ -114,6 +117,17 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
     assert _choice((8, 1024, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
+    window = {"is_causal": True, "local_window_size": (512, 0)}
+    assert _choice((8, 2048, 16, 128), **window) == "triton"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 127])
+@pytest.mark.parametrize("key_heads", [1, 8, 32])
+def test_few_queries_go_to_triton(rows, key_heads):
+    """It divides their keys, and reads keys once for the heads of a group."""
+    shape = (64, rows, 32, 128)
+    assert _choice(shape, 4096, key_heads) == "triton"
+    assert _choice((64, 128, 32, 128), 4096, key_heads) == "mosaic_gpu"
 
 
 @on_hopper

@@ -87,8 +87,12 @@ def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
 
 # Keys, about, that a query looks at, from which on these kernels are faster, by the
 # largest head size: a program's start and end are then little of its time. Sizes other
-# than 64 and 128 were timed with fewer keys by nobody.
+# than 64 and 128 have not been timed with fewer, nor windows and lengths.
 _FEWEST_KEYS = {127: 1024, 128: 256, 256: 1024}
+_FEWEST_OF_OTHERS = 1024
+# Query rows: those of a block. Fewer leave warpgroups without work; the Triton kernels
+# then have smaller blocks, take the heads of a group as rows and divide the keys.
+_FEWEST_ROWS = 128
 # Programs for each multiprocessor, at least. Reckoned, not measured.
 _ENOUGH = 0.8
 
@@ -102,8 +106,12 @@ def slower(call: Call, programs: float) -> str | None:
     keys = call.spec.mean_keys(call.size["s"])
     if call.spec.is_sparse:
         return "most blocks of keys may be skipped"
+    if call.size["t"] < _FEWEST_ROWS:
+        return f"{call.size['t']} query rows do not fill a block"
     largest = max(call.head_sizes)
-    if keys < next(n for size, n in _FEWEST_KEYS.items() if largest <= size):
+    fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
+    fewest = fewest if call.spec.rows_are_sorted else _FEWEST_OF_OTHERS
+    if keys < fewest:
         return f"about {keys} keys for a query are few"
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
