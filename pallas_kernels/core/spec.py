@@ -97,6 +97,11 @@ class AttentionSpec:
         """Whether no query looks at a key that stands after it."""
         return any(w.right is not None and w.right <= 0 for w in self._windows)
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether queries look at no more than so many of the keys before them."""
+        return any(w.left is not None for w in self._windows)
+
     def mean_keys(self, kv_size: int) -> int:
         """About how many keys a query looks at, as far as is known without data.
 

@@ -110,7 +110,8 @@ def slower(call: Call, programs: float) -> str | None:
         return f"{call.size['t']} query rows do not fill a block"
     largest = max(call.head_sizes)
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
-    fewest = fewest if call.spec.rows_are_sorted else _FEWEST_OF_OTHERS
+    if call.spec.is_windowed or not call.spec.rows_are_sorted:
+        fewest = _FEWEST_OF_OTHERS
     if keys < fewest:
         return f"about {keys} keys for a query are few"
     if programs < _ENOUGH:
