@@ -107,7 +107,7 @@ def slower(call: Call, programs: float) -> str | None:
     if call.spec.is_sparse:
         return "most blocks of keys may be skipped"
     if call.size["t"] < _FEWEST_ROWS:
-        return f"{call.size['t']} query rows do not fill a block"
+        return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
     largest = max(call.head_sizes)
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
     if call.spec.is_windowed or not call.spec.rows_are_sorted:
