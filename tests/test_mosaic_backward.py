@@ -58,6 +58,7 @@ OTHER = {
     "head_size": (by_name("head_72_24"), "head sizes (72, 24)"),
     "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
+    "soft_cap": (with_heads(by_name("soft_cap"), 64), "registers do not suffice"),
 }
 
 

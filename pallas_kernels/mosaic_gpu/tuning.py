@@ -137,6 +137,9 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
     return _BACKWARD[width] if fits else None
 
 
+# Widths of tiles at which a soft cap leaves too few registers: 450 bytes are spilled.
+# Such spills have cost two thirds of the speed (067-mosaic-gpu-backward.md).
+_NO_SOFT_CAP = (64,)
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
 
@@ -150,6 +153,8 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
     """
     if call.spec.score.operands:
         return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
+    if call.spec.score.soft_cap is not None and head_tile(call.size) in _NO_SOFT_CAP:
+        return "with a soft cap and heads of up to 64 registers do not suffice"
     if call.spec.is_data_dependent:
         need = size_of_counts(call.spec, call.size, rows)
         if need > _MOST_COUNTS:
