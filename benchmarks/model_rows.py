@@ -183,19 +183,25 @@ class Compiling:
 
 
 def start(call: Call, dtype: str, pool: Executor) -> Compiling:
-    """Lowers and compiles in `pool`."""
+    """Lowers now and compiles in `pool`."""
     operands, arrays = jax.eval_shape(functools.partial(call.operands, dtype))
 
-    def compiled(function: Callable) -> jax.stages.Compiled:
-        return programs.lower(function, *operands, arrays).compile()
+    def compiled(function: Callable) -> Future:
+        try:
+            lowered = programs.lower(function, *operands, arrays)
+        except Exception as error:  # a peer's failure is a result, not the end
+            failed = Future()
+            failed.set_exception(error)
+            return failed
+        return pool.submit(lowered.compile)
 
-    fits = call.t * call.keys <= _MOST_SCORES
     found = {
-        (which, name): pool.submit(compiled, passes(call, attention)[which])
+        (which, name): compiled(passes(call, attention)[which])
         for which in passes(call, _ours)
         for name, attention in PEERS.items()
     }
-    return Compiling(found, pool.submit(compiled, exact(call)) if fits else None)
+    fits = call.t * call.keys <= _MOST_SCORES
+    return Compiling(found, compiled(exact(call)) if fits else None)
 
 
 def started(calls: Sequence[Call], dtype: str) -> list[Compiling]:

@@ -171,8 +171,9 @@ def attention(
       implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients that these lack
         are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
         loops, any platform), "reference" (quadratic memory, for tests), or None for the
-        first of these but the last that supports the call and is not known to be slower
-        than the next. A named implementation runs or raises; it never falls back.
+        first of these but the last that supports the call, unless it is known to be
+        slower than the next, and that one supports it. A named implementation runs or
+        raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
       return_residual: if True, also return the log-sum-exp of the scores.
 

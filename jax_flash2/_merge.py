@@ -22,9 +22,10 @@ def merge(
 
         l = log(sum_i exp(l_i)),    o = sum_i exp(l_i - l) * o_i
 
-    is the result of one call with all keys, as exactly as float32 can say it, if no key
-    is in two parts. It is differentiable, and so are its gradients. A part without keys
-    for a row (log-sum-exp -inf) adds nothing to it, whatever its output holds.
+    is the result of one call with all keys, if no key is in two parts. It is computed
+    in float32 or wider, from outputs that were rounded to their own dtype. It is
+    differentiable, and so are its gradients. A part without keys for a row (log-sum-exp
+    -inf) adds nothing to it, whatever its output holds.
 
     Args:
       *parts: pairs (output, log-sum-exp), at least one. Outputs have one shape
@@ -33,7 +34,8 @@ def merge(
         Give each part the positions that it has in the whole: `query_offset` minus the
         number of keys before the part.
       sinks: [N], logits that join the softmax of every row and that no part took in
-        (float32); None, the default, for none. Sinks belong into one call, or here.
+        (floating-point); None, the default, for none. Sinks belong into one call, or
+        here.
 
     Returns:
       The output, in the dtype of the first part's, and the log-sum-exp. Rows without
@@ -74,11 +76,15 @@ def merge(
     wide = jnp.result_type(jnp.float32, *(x.dtype for x in (*outputs, *logs)))
     if sinks is not None:
         check_array("sinks", sinks)
-        expected = logs[0].shape[-1:] if logs[0].ndim > 1 else "no sinks: no heads"
-        if sinks.shape != expected:
+        _check_floating("sinks", sinks)
+        heads = outputs[0].shape[-2:-1] if outputs[0].ndim > 2 else ()
+        if not heads:
             raise ValueError(
-                f"sinks must have shape [N], here {expected}, got {sinks.shape}"
+                f"sinks must be None for outputs without heads, got {sinks.shape} "
+                f"beside outputs {outputs[0].shape}"
             )
+        if sinks.shape != heads:
+            raise ValueError(f"sinks must have shape [N]={heads}, got {sinks.shape}")
         sinks = sinks.astype(wide)
     o, lse = (jnp.stack([x.astype(wide) for x in xs]) for xs in (outputs, logs))
     merged, total = flash2.merge(o, lse, sinks)
@@ -95,10 +101,7 @@ def _check(name: str, part: Any) -> None:
     output, log = part
     for i, x in enumerate(part):
         check_array(f"{name}[{i}]", x)
-    if not jnp.issubdtype(output.dtype, jnp.floating):
-        raise TypeError(
-            f"{name}[0] must have a floating-point dtype, got {output.dtype.name}"
-        )
+    _check_floating(f"{name}[0]", output)
     if log.dtype not in (jnp.float32, jnp.float64):
         raise TypeError(f"{name}[1] must be float32 or float64, got {log.dtype.name}")
     if log.shape != output.shape[:-1]:
@@ -106,3 +109,8 @@ def _check(name: str, part: Any) -> None:
             f"{name}[1] must have shape {output.shape[:-1]}, that of {name}[0] without "
             f"its last axis, got {log.shape}"
         )
+
+
+def _check_floating(name: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype.name}")

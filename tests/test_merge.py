@@ -194,11 +194,13 @@ WRONG = {
         ValueError,
         r"parts\[1\]\[0\] must have the shape of parts\[0\]\[0\]",
     ),
-    "sinks": (
-        (PART,),
-        {"sinks": jnp.zeros(3)},
+    "sinks": ((PART,), {"sinks": jnp.zeros(3)}, ValueError, r"\[N\]=\(4,\), got"),
+    "integer sinks": ((PART,), {"sinks": jnp.zeros(4, int)}, TypeError, "sinks must"),
+    "sinks without heads": (
+        ((PART[0][0, :, 0], PART[1][0, :, 0]),),
+        {"sinks": jnp.zeros(5)},
         ValueError,
-        r"shape \[N\], here \(4,\)",
+        "sinks must be None for outputs without heads",
     ),
 }
 

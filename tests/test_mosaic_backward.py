@@ -21,6 +21,7 @@ from tests.mosaic import (
     on_hopper,
     with_heads,
 )
+from tests.tiers import mostly_deep
 
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
@@ -37,17 +38,7 @@ FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
 
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=() if case.name in FIRST_BACKWARD else pytest.mark.deep,
-        )
-        for case in BACKWARD
-    ],
-)
+@pytest.mark.parametrize("case", mostly_deep(BACKWARD, FIRST_BACKWARD))
 def test_backward_lowers(case, head, any_size):
     text = lowered(with_heads(case, head), jnp.bfloat16)
     assert text.count("custom_call @mosaic_gpu") == 2

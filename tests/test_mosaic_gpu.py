@@ -20,23 +20,13 @@ from tests.mosaic import (
     lowered,
     on_hopper,
 )
-from tests.tiers import deeply
+from tests.tiers import deeply, mostly_deep
 
 FIRST = ("plain", "one_query", "head_72_24", "head_192_128", "everything_served")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *deeply(jnp.float16)])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=() if case.name in FIRST else pytest.mark.deep,
-        )
-        for case in SERVED
-    ],
-)
+@pytest.mark.parametrize("case", mostly_deep(SERVED, FIRST))
 def test_lowers(case, dtype):
     text = lowered(case, dtype)
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -104,9 +104,8 @@ def test_heads_together(heads, blocks, programs, most):
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("group", [1, 4])
-def test_tiles_of_a_layout(by_block, last_first, group, monkeypatch):
+@pytest.mark.parametrize("group", [1, 4, 32])
+def test_tiles_of_a_layout(by_block, group, monkeypatch):
     """Every block of every head once, in parts if the work is divided, side by side."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 40)
     monkeypatch.setattr(memory, "_CACHED", 1 << 18)
@@ -120,9 +119,8 @@ def test_tiles_of_a_layout(by_block, last_first, group, monkeypatch):
     operands = [q, k, rows("b0", "s", "k", "d")]
     blocks = Blocks(64, 128, num_warps=8, num_stages=2)
     launch = Launch(blocks, None, PLAIN, False)
-    options = {"by_block": by_block, "last_first": last_first}
     for kernel, own, head in (("forward", "t", "n"), ("dkv", "s", "k")):
-        layout = memory.Layout.of(kernel, operands, launch, **options)
+        layout = memory.Layout.of(kernel, operands, launch, by_block=by_block)
         numbers = jnp.arange(layout.tiles, dtype=jnp.int32)
         ids = {a: np.array(x) for a, x in layout.at_tile(numbers).program_ids().items()}
         names = [*layout.parts, own, head, "b0"]
@@ -134,5 +132,7 @@ def test_tiles_of_a_layout(by_block, last_first, group, monkeypatch):
         )
         if "k" in ids and head == "n":
             np.testing.assert_array_equal(ids["k"], ids["n"] // group)
+        # Programs of several query heads of a group go from the first keys on.
+        assert layout.last_first == (kernel == "dkv" and group < 32)
         if by_block:  # no two neighbours are more than a block apart
             assert np.abs(np.diff(ids[own])).max() <= 1

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_flash2 import attention, explain
-from pallas_kernels import device, program
+from pallas_kernels import program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
@@ -27,7 +27,6 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits, size_of_counts
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
-from pallas_kernels.mosaic_gpu.backward import divided
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu
@@ -114,7 +113,7 @@ def test_programs_wait_for_those_before_them(examples):
 
 def _check_order(call):
     size, spec, launch = call
-    layout = divided(operands(size, spec), launch)
+    layout = memory.Layout.of("dkv", operands(size, spec), launch)
     kept = kept_pairs(size, spec)
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
     missed = np.broadcast_to(kept[..., None], (*kept.shape, size["n"])).copy()
@@ -163,9 +162,8 @@ def test_visits_of_documents(last_first):
     assert size_of_counts(spec, size, rows) == found.before.value.nbytes
 
 
-def test_counts_that_are_too_large(monkeypatch):
+def test_counts_that_are_too_large(monkeypatch, any_size):
     monkeypatch.setattr(tuning, "_MOST_COUNTS", 1)
-    monkeypatch.setattr(tuning, "_ENOUGH", 0)
     arrays, arguments = with_heads(by_name("segments"), 64).inputs(jnp.bfloat16)
     texts = []
 
@@ -183,9 +181,8 @@ MAPPED = [
 
 
 @pytest.mark.parametrize("axes", MAPPED)
-def test_lowers_under_vmap(axes, monkeypatch):
+def test_lowers_under_vmap(axes, any_size):
     """Ids that are mapped or not, with arrays that are or not."""
-    monkeypatch.setattr(tuning, "_ENOUGH", 0)
     of_query, of_ids, of_offset = axes
 
     def mapped(axis, *shape):
@@ -226,11 +223,12 @@ IDS = {
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ids", IDS)
-def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property):
+def test_same_bits(
+    ids, causal, head, heads, parts, multiprocessors, any_size, record_property
+):
     """Where many programs add to the same blocks, each in its turn; and right ones."""
-    monkeypatch.setattr(tuning, "_ENOUGH", 0)
     if parts == 1:  # else divided, where programs are few
-        monkeypatch.setattr(device, "multiprocessors", lambda: 1)
+        multiprocessors(1)
     n, k = heads
     case = with_heads(by_name("plain"), head)
     sizes = {"batch": (2,), "t": 1024, "s": 1024, "n": n, "k": k}
@@ -263,9 +261,8 @@ def test_same_bits(ids, causal, head, heads, parts, monkeypatch, record_property
 
 @on_hopper
 @pytest.mark.parametrize("of_ids", [None, 0])
-def test_under_vmap(of_ids, monkeypatch):
+def test_under_vmap(of_ids, any_size):
     """Ids that are mapped alone with the queries: about what a loop gives."""
-    monkeypatch.setattr(tuning, "_ENOUGH", 0)
     rng = np.random.default_rng(0)
     q, do = (
         jnp.asarray(rng.standard_normal((3, 2, 300, 2, 64)), "bfloat16") for _ in "ab"
@@ -291,9 +288,8 @@ def test_under_vmap(of_ids, monkeypatch):
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "causal", "segments"])
-def test_keys_beyond_the_array(name, dtype, head, monkeypatch, record_property):
+def test_keys_beyond_the_array(name, dtype, head, any_size, record_property):
     """All scores are so low that a key of zeros would have an infinite probability."""
-    monkeypatch.setattr(tuning, "_ENOUGH", 0)
     case = dataclasses.replace(with_heads(by_name(name), head), t=400, s=1000)
     (q, k, v), _ = case.inputs(dtype)
     q, k = q.at[..., 0].set(20), k.at[..., 0].set(-20 * head**0.5)

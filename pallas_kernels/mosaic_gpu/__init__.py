@@ -17,7 +17,6 @@ from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
-from pallas_kernels.mosaic_gpu.backward import divided
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -48,7 +47,7 @@ def unsupported(call: Call, /) -> str | None:
         if has:
             return f"the kernels have no {feature}"
     if config is not None and config.splits not in (None, 1):
-        return f"Config(splits={config.splits}): the kernels' programs are not divided"
+        return f"Config(splits={config.splits}): the forward's programs are not divided"
     blocks = None if config is None else config.forward
     return None if blocks is None else tuning.unfit(blocks, _heads(call))
 
@@ -57,7 +56,7 @@ def slower(call: Call, /) -> str | None:
     """Why the next backend is faster for a call that this one serves, or None."""
     if call.config is not None and call.config.forward is not None:
         return None
-    return tuning.slower(call, _programs(call, "t", _blocks(call).block_q, "n"))
+    return tuning.slower(call, _programs(call))
 
 
 def _heads(call: Call) -> tuple[int, int]:
@@ -71,11 +70,11 @@ def _blocks(call: Call) -> Blocks:
     return chosen or tuning.choose(_heads(call), keys)
 
 
-def _programs(call: Call, rows: str, block: int, heads: str) -> float:
-    """For each multiprocessor, of a kernel whose programs own blocks of `t` or `s`."""
-    names = (*batch_axes(call.operands), heads)
+def _programs(call: Call) -> float:
+    """Tiles of the forward kernel for each multiprocessor."""
+    names = (*batch_axes(call.operands), "n")
     others = [call.size[name] for name in names if name in call.size]
-    blocks = -(-call.size[rows] // block)
+    blocks = -(-call.size["t"] // _blocks(call).block_q)
     return blocks * math.prod(others) / device.multiprocessors()
 
 
@@ -84,7 +83,8 @@ def division(call: Call, /) -> tuple[str, ...]:
     layout = _backward_layout(call)
     if layout is None or other_backward(call):
         return ()
-    return tuple(filter(None, [words("dkv", layout.parts)]))
+    found = words("dkv", layout.parts)
+    return (found,) if found else ()
 
 
 def forward(q, k, v, spec, outputs, *, config, precision):
@@ -125,7 +125,7 @@ def _backward_layout(call: Call) -> memory.Layout | None:
     launch = _backward_launch(call)
     if launch is None:
         return None
-    return divided(call.operands, launch)
+    return memory.Layout.of("dkv", call.operands, launch)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):

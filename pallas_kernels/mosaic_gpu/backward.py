@@ -10,8 +10,9 @@ loads, by TMA, and one that adds dq to global memory, by TMA too, in float32.
 
 The additions to a block of dq have one order, that of the programs whose keys meet it,
 so that the same inputs give the same bits: from the last key block or from the first
-(`divided`). A semaphore of the block counts them, and the first one stores. A
-program waits only for programs of lower indices, which a GPU starts before it.
+(`memory.Layout.last_first`). A semaphore of the block counts them, and the first one
+stores. A program waits only for programs of lower indices, which a GPU starts before
+it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32. Heads
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,7 +69,8 @@ def backward(
       outputs: shape structs of dq, in float32, dk and dv.
     """
     blocks = launch.blocks
-    layout = divided([q, k, v, *jax.tree.leaves(spec), *saved, *outputs], launch)
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
+    layout = memory.Layout.of("dkv", operands, launch)
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
     width = tuning.head_tile(layout.size)
@@ -261,20 +263,6 @@ def backward(
     )
     dq, *dkv = found
     return dq.value, *division.summed(dkv, of_kv)
-
-
-def divided(operands: Sequence[Named], launch: Launch) -> memory.Layout:
-    """The kernel's layout: the parts of its work, and the order of its programs.
-
-    Under a causal mask the programs of the last keys are the shortest, and each begins
-    where the others are not: no program waits at its start. Those of several query
-    heads are so long that the longest should start first, which costs less than what
-    they leave idle at the end (NVIDIA H200, 2026-11-24:
-    benchmarks/lab/067-mosaic-gpu-backward.md).
-    """
-    layout = memory.Layout.of("dkv", operands, launch)
-    layout.last_first = layout.elements == layout.parts.get("y", 1)
-    return layout
 
 
 class _ByColumns:

@@ -25,7 +25,8 @@ from pallas_kernels.mosaic_gpu import support
 from pallas_kernels.mosaic_gpu.schedule import heads_together
 
 _HEADS = ("h", "d")
-# Bytes of keys and values that the GPU's cache holds beside all else.
+# Bytes of keys and values that the GPU's cache holds beside all else: a third of an
+# H200's. Reckoned, and timed as it is (benchmarks/lab/068-several-tiles-a-program.md).
 _CACHED = 20 << 20
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
@@ -91,17 +92,14 @@ class Layout(layout.Layout):
       by_block: whether the tiles of the same block of several heads lie side by side,
         those of the next block after them. Then come the next heads, from the other
         end: neighbours take about equally long.
-      last_first: whether the last block's tiles come first.
     """
 
-    # A multiprocessor has one program at a time, whose start and end nothing hides.
+    # A multiprocessor has one program at a time, whose start and end nothing hides: so
+    # half of the Triton kernels' number. Reckoned; others have not been timed.
     waves = 4
 
-    def __init__(
-        self, operands, *, by_block: bool = False, last_first: bool = False, **arguments
-    ):
+    def __init__(self, operands, *, by_block: bool = False, **arguments):
         super().__init__(operands, **arguments)
-        self.last_first = last_first
         self.tile: Any = None
         self.together = self._heads_together() if by_block else 1
 
@@ -111,6 +109,18 @@ class Layout(layout.Layout):
         cached = max(_CACHED // (2 * elements), 1) * self.group
         heads = math.prod(self._heads.values())
         return heads_together(heads, blocks, device.multiprocessors(), cached)
+
+    @property
+    def last_first(self) -> bool:
+        """Whether the tiles of the last block of keys come first.
+
+        Under a causal mask these take the shortest, and each begins where the others
+        are not: no program waits at its start. Those of several query heads take so
+        long that the longest should come first, which costs less than what they leave
+        idle at the end (NVIDIA H200, 2026-11-24:
+        benchmarks/lab/067-mosaic-gpu-backward.md).
+        """
+        return self.heads == "k" and self.elements == self.parts.get("y", 1)
 
     @property
     def tiles(self) -> int:

@@ -121,7 +121,9 @@ def slower(call: Call, programs: float) -> str | None:
 
 # Of the backward kernel, by the width of its tiles of heads.
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
-# Parts of a tile, at least, that a head must fill: products with the rest are lost.
+# Part of a tile, at least, that a head must fill: products with the rest are lost.
+# Heads of 80 are 1.07 times as fast as Triton's (NVIDIA H200, 2026-11-24, 4 x 2048,
+# 32 x 80 causal: 067-mosaic-gpu-backward.md); heads of less have not been timed.
 _FILLED = 0.62
 
 
@@ -137,8 +139,9 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
     return _BACKWARD[width] if fits else None
 
 
-# Widths of tiles at which a soft cap leaves too few registers: 450 bytes are spilled.
-# Such spills have cost two thirds of the speed (067-mosaic-gpu-backward.md).
+# Widths of tiles at which a soft cap leaves too few registers: 450 bytes are spilled
+# (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed (NVIDIA H200,
+# 2026-11-24: 067-mosaic-gpu-backward.md).
 _NO_SOFT_CAP = (64,)
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
@@ -160,5 +163,5 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
         if need > _MOST_COUNTS:
             return f"to order the sums of dq takes {need >> 20} MiB"
     if programs < _ENOUGH:
-        return "there are few blocks of keys, and their queries are not divided"
+        return "there are few blocks of keys, in parts too"
     return None
