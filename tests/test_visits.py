@@ -111,6 +111,20 @@ def test_programs_wait_for_those_before_them(examples):
         search()
 
 
+def test_operands_with_axes_of_their_own():
+    """Where a block's keys end is of both batch axes; where they start is of one."""
+    ids = [np.array([[0, 1, 1, 2, 2], [0, 1, 2, 2, 2]]), np.arange(57) // 8]
+    lengths = np.array([[34, 23], [45, 8]], np.int32)
+    query, key = (x.astype(np.int32) for x in ids)
+    masks = (
+        Lengths(None, Named(lengths, ("b0", "v0"))),
+        SegmentIds(Named(query, ("b0", "t")), Named(key, ("s",))),
+    )
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=4)
+    size = {"t": 5, "s": 57, "n": 2, "k": 1}
+    _check_order((size, AttentionSpec(Score(1.0), masks), launch))
+
+
 def _check_order(call):
     size, spec, launch = call
     layout = memory.Layout.of("dkv", operands(size, spec), launch)

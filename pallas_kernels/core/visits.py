@@ -65,9 +65,7 @@ class Visits:
         i = jnp.arange(queries, dtype=jnp.int32)
         visited = ((lo <= i) & (i < hi)).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2, reverse=last_first)
-        blocks = Range(
-            *(Named(jnp.broadcast_to(x, lo.shape[:-1]), axes) for x in found)
-        )
+        blocks = Range(*(Named(x, axes) for x in jnp.broadcast_arrays(*found)))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
 
