@@ -4,6 +4,7 @@ from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
 from jax_flash2._operation import LSE_NAME, OUTPUT_NAME
+from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
 from pallas_kernels.configs import Blocks, Config
 
@@ -12,9 +13,13 @@ __all__ = [
     "OUTPUT_NAME",
     "Blocks",
     "Config",
+    "Context",
     "__version__",
     "attention",
     "explain",
     "flax_attention",
     "merge",
+    "stripe",
+    "stripe_positions",
+    "unstripe",
 ]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _arguments, _backends, _derivatives, _sharding, _vjp
-from jax_flash2._operation import Problem
+from jax_flash2 import _arguments, _backends, _context, _sharding, _vjp
+from jax_flash2._rows import Context, layout_of
 from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
@@ -44,6 +44,7 @@ class _Options(TypedDict, total=False):
     precision: Precision | None
     implementation: str | None
     config: Config | None
+    context: Context | None
 
 
 @overload
@@ -94,6 +95,7 @@ def attention(
     precision: Precision | None = None,
     implementation: str | None = None,
     config: Config | None = None,
+    context: Context | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact attention in memory linear in the sequence lengths.
@@ -175,6 +177,11 @@ def attention(
         slower than the next, and that one supports it. A named implementation runs or
         raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
+      context: inside `jax.shard_map`, over which devices the rows are divided, and how;
+        see `Context`. query, key, value, segment ids and the results then have this
+        device's rows. So have T of a bias or mask with rows of queries, and S of one
+        without; with both, S is the keys of all devices, in their order (not striped).
+        Lengths and positions are those of all rows.
       return_residual: if True, also return the log-sum-exp of the scores.
 
     Returns:
@@ -240,16 +247,11 @@ def attention(
     Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
     """
     call = _checked(**locals())
-    operands = call.operands
-    problem = Problem(
-        axes=tuple(x.axes for x in operands),
-        spec_tree=jax.tree.structure(call.spec),
-        backend=_backends.choose(implementation, call),
-        config=config,
-        precision=call.precision,
-    )
-    with _derivatives.named_mode(problem.backend):
-        out, lse = _vjp.attend(problem, tuple(x.value for x in operands))
+    if context is None:
+        out, lse = _vjp.run(call, implementation)
+    else:
+        _sharding.check_divided(call.operands[:3], context.axes)
+        out, lse = _context.attend(call, implementation, context)
     if not return_residual:
         return out
     return out, lse if "n" not in call.size else jnp.swapaxes(lse, -1, -2)
@@ -279,6 +281,7 @@ def _checked(
     precision,
     implementation,
     config,
+    context,
     return_residual,
 ) -> Call:
     """Checks the arguments of `attention` and gives their axes names.
@@ -292,9 +295,12 @@ def _checked(
     _arguments.check_implementation(implementation)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
+    if context is not None and not isinstance(context, Context):
+        raise TypeError(f"context must be a jax_flash2.Context, got {context!r}")
     precision = _arguments.check_precision(precision)
 
-    shape = _arguments.Shape(query, key, value)
+    parts = 1 if context is None else layout_of(context).parts
+    shape = _arguments.Shape(query, key, value, parts)
     masks: list[Atom] = []
     window = _arguments.check_window(local_window_size, is_causal)
     if window is not None:
@@ -302,8 +308,8 @@ def _checked(
     lengths = [
         shape.lengths(name, x, size)
         for name, x, size in (
-            ("query_seq_lengths", query_seq_lengths, shape.t),
-            ("key_value_seq_lengths", key_value_seq_lengths, shape.s),
+            ("query_seq_lengths", query_seq_lengths, parts * shape.t),
+            ("key_value_seq_lengths", key_value_seq_lengths, parts * shape.s),
         )
     ]
     if any(x is not None for x in lengths):
@@ -368,8 +374,12 @@ def explain(*arguments: Any, **keywords: Any) -> str:
 
     def check(arrays):
         call = _checked(**{**given, **arrays})
+        implementation, context = given["implementation"], given["context"]
+        if context is not None:
+            texts.append(_context.explain(call, implementation, context))
+            return
         _sharding.explicit_division(call.operands)
-        texts.append(_backends.explain(given["implementation"], call))
+        texts.append(_backends.explain(implementation, call))
 
     jax.eval_shape(check, structs)
     return texts[0]

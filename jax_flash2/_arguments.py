@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2 import _backends
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
 
@@ -27,10 +27,14 @@ _STATIC = "because it is compiled into the program"
 
 
 class Shape:
-    """The sizes of a call, and checks of the other arguments against them."""
+    """The sizes of a call, and checks of the other arguments against them.
 
-    def __init__(self, query, key, value):
+    With rows that are divided over `parts` devices, `t` and `s` are those of one.
+    """
+
+    def __init__(self, query, key, value, parts: int = 1):
         del value
+        self.parts = parts
         self.dtype = query.dtype
         self.head_size = query.shape[-1]
         self.single = query.ndim == 2
@@ -110,9 +114,23 @@ class Shape:
                 f"mask must have dtype bool (True = attend), got {x.dtype.name}: pass "
                 "mask.astype(bool) or mask != 0"
             )
+        return DenseMask(self._of_pairs("mask", x))
+
+    def _of_pairs(self, name: str, x) -> Named:
+        """An array that broadcasts to [*B, N, T, S]."""
         full = (*self.batch, *self.heads, self.t, self.s)
         names = (*self.batch_axes, *self.head_axes, "t", "s")
-        return DenseMask(_broadcast("mask", x, full, names))
+        rows, keys = (1, 1, *x.shape)[-2:]
+        if self.parts > 1 and keys != 1:
+            all_keys = self.parts * self.s
+            if keys == all_keys:
+                full, names = (*full[:-1], all_keys), (*names[:-1], ALL_KEYS)
+            elif rows != 1:
+                raise ValueError(
+                    f"{name} with rows of queries must have the {all_keys} keys of all "
+                    f"{self.parts} devices, got shape {x.shape}"
+                )
+        return _broadcast(name, x, full, names)
 
     def _float(self, name: str, x) -> jax.Array:
         """A float array, converted to float32 if it is wider than that and query."""
@@ -139,11 +157,7 @@ class Shape:
         return self._per_head("sinks", x, batched=False)
 
     def bias(self, x) -> Named:
-        x = self._float("bias", x)
-        full = (*self.batch, *self.heads, self.t, self.s)
-        return _broadcast(
-            "bias", x, full, (*self.batch_axes, *self.head_axes, "t", "s")
-        )
+        return self._of_pairs("bias", self._float("bias", x))
 
     def dropout(self, rate, rng, broadcast) -> Dropout | None:
         """None if the rate rounds to 0."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import itertools
 import warnings
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -126,9 +128,16 @@ def choose(implementation: str | None, call: Call) -> str:
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than the kernels would "
             f"be on this GPU. {why}",
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
     return chosen
+
+
+def _level_of_caller() -> int:
+    """For a warning of the function that asks: the line outside of this package."""
+    folder = str(Path(__file__).parent)
+    files = [frame.filename for frame in inspect.stack(context=0)]
+    return next(n for n, file in enumerate(files) if not file.startswith(folder))
 
 
 def _choice(implementation: str | None, call: Call) -> str:

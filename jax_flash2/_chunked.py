@@ -393,7 +393,7 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         own[name] = tuple(a for a in axes if a is not None)
 
     # Where no sum may be lost in the log-sum-exp, what the forward saved costs less.
-    is_whole = plan.count("s") == 1 and not plan.fuses_softmax
+    is_whole = plan.count("s") == 1 and not (plan.fuses_softmax or spec.is_part)
 
     def recompute(pairs, scores, starts):
         if is_whole:

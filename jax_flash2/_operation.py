@@ -41,6 +41,19 @@ class Problem:
     config: Config | None
     precision: jax.lax.Precision | None
 
+    @classmethod
+    def of(cls, call: Call, backend: str) -> Problem:
+        """The problem whose arrays are those of `call.operands`."""
+        axes = tuple(x.axes for x in call.operands)
+        tree = jax.tree.structure(call.spec)
+        return cls(axes, tree, backend, call.config, call.precision)
+
+    def result_dtype(self, dtype):
+        """Of a result that has that dtype if it is no part of another."""
+        none = [None] * self.spec_tree.num_leaves
+        is_part = self.spec_tree.unflatten(none).is_part
+        return jnp.promote_types(dtype, jnp.float32) if is_part else dtype
+
     def named(self, arrays):
         """query, key, value and the spec, as `Named`."""
         q, k, v, *leaves = map(Named, arrays, self.axes)
@@ -57,13 +70,13 @@ def forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
     o lies in memory as q does, with the names that q lacks in front; lse has its rows
     last, for kernels read it in blocks of rows.
     """
-    del problem
     q, _, v, *_ = operands
     size = sizes(operands)
     axes = _with_missing(operands, tuple("d" if a == "h" else a for a in q.axes))
     lse_axes = (*(a for a in axes if a not in ("t", "d")), "t")
     lse_dtype = _statistics_dtype(q.dtype)
-    return _struct(axes, size, v.dtype), _struct(lse_axes, size, lse_dtype)
+    dtype = problem.result_dtype(v.dtype)
+    return _struct(axes, size, dtype), _struct(lse_axes, size, lse_dtype)
 
 
 def is_differentiable(operand) -> bool:
@@ -81,7 +94,11 @@ def backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
     size = sizes(operands)
     mapped = tuple(name for name in batch_axes(operands) if is_mapped(name))
     return tuple(
-        _struct((*(a for a in mapped if a not in x.axes), *x.axes), size, x.dtype)
+        _struct(
+            (*(a for a in mapped if a not in x.axes), *x.axes),
+            size,
+            problem.result_dtype(x.dtype),
+        )
         for x in operands[: len(problem.axes)]
         if is_differentiable(x)
     )

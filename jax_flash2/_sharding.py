@@ -254,6 +254,23 @@ def varying_alike(arrays: tuple) -> tuple:
     )
 
 
+def check_divided(operands: Sequence[Named], axes: tuple[str, ...]) -> None:
+    """Raises a ValueError if only some of query, key and value differ along the axes.
+
+    As far as JAX knows (`shard_map` with `check_vma`).
+    """
+    for axis in axes:
+        known = [axis in jax.typeof(x.value).manual_axis_type.varying for x in operands]
+        if any(known) and not all(known):
+            whole, divided = (_ARGUMENTS[known.index(x)] for x in (False, True))
+            raise ValueError(
+                f"context: the rows of {divided} are divided along mesh axis {axis!r}, "
+                f"and those of {whole} are not: divide the rows of query, key and "
+                "value alike (for queries that all devices have, merge the results of "
+                "each device's keys: jax_flash2.merge)"
+            )
+
+
 # Automatic meshes.
 
 

@@ -6,8 +6,9 @@ import functools
 
 import jax
 
-from jax_flash2 import _backends, _operation, _reference, _sharding
+from jax_flash2 import _backends, _derivatives, _operation, _reference, _sharding
 from jax_flash2._operation import Problem, is_differentiable
+from pallas_kernels.backend import Call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -47,3 +48,10 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     if _backends.BACKENDS[problem.backend].has_tangents:
         return _operation.forward(problem, arrays)
     return _flash(problem, arrays)
+
+
+def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (rows last) of a call on one device."""
+    problem = Problem.of(call, _backends.choose(implementation, call))
+    with _derivatives.named_mode(problem.backend):
+        return attend(problem, tuple(x.value for x in call.operands))

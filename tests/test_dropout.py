@@ -12,6 +12,7 @@ from pallas_kernels.core import dropout as dropout_lib
 from pallas_kernels.core.arithmetic import Arithmetic, wide_product
 from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests.cases import BACKENDS, ON_GPU
@@ -20,12 +21,14 @@ from tests.tiers import MAINLY_XLA
 HALF = Dropout.threshold_of(0.5)
 
 
-def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF):
+ALL = {"t": Numbering(), "s": Numbering()}
+
+
+def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF, numberings=ALL):
     dropout = Dropout(tuple(map(jnp.uint32, seed)), threshold)
     rows = {"t": (start[0], t), "s": (start[1], s)}
-    return np.asarray(
-        dropout.bits(rows, order, Arithmetic()) < np.uint32(dropout.limit)
-    )
+    bits = dropout.bits(rows, numberings, order, Arithmetic())
+    return np.asarray(bits < np.uint32(dropout.limit))
 
 
 def test_wide_product():
@@ -178,9 +181,9 @@ def test_a_backend_makes_the_bits_its_own_way():
     """In whole groups of rows, of which the block's are taken."""
     asked = []
 
-    def bits(dropout, rows, order, arithmetic):
+    def bits(dropout, rows, *more):
         asked.append(rows)
-        return dropout.bits(rows, order, arithmetic)
+        return dropout.bits(rows, *more)
 
     dropout = Dropout((jnp.uint32(1), jnp.uint32(2)), Dropout.threshold_of(0.5))
     spec = AttentionSpec(Score(1.0), dropout=dropout)

@@ -1,5 +1,7 @@
 """Mask atoms against literal matrices; block ranges against the masks they imply."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
@@ -23,7 +26,10 @@ def matrix(text: str) -> np.ndarray:
 
 
 def keep(atoms, t: int, s: int, offset: int = 0) -> np.ndarray:
-    spec = AttentionSpec(Score(1.0), tuple(atoms), offset)
+    return kept_pairs(AttentionSpec(Score(1.0), tuple(atoms), offset), t, s)
+
+
+def kept_pairs(spec: AttentionSpec, t: int, s: int) -> np.ndarray:
     kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
     return np.broadcast_to(True if kept is None else kept, (t, s))
 
@@ -182,6 +188,16 @@ blocks = st.sampled_from([4, 8, 16])
 
 
 @st.composite
+def numberings(draw):
+    """All rows, those from one on, or stripes of them."""
+    first = draw(st.none() | st.integers(0, 40))
+    if draw(st.booleans()):
+        return Numbering(first)
+    stripe = draw(st.sampled_from([1, 3, 8, 16]))
+    return Numbering(first, stripe, draw(st.integers(1, 4)))
+
+
+@st.composite
 def specs(draw):
     """A spec of random atoms for one head, and its sizes."""
     t, s = draw(sizes), draw(sizes)
@@ -205,7 +221,34 @@ def specs(draw):
         axes = ("t" if shape[0] == t else None, "s" if shape[1] == s else None)
         atoms.append(DenseMask(Named(dense, axes)))
     offset = draw(st.integers(-60, 60))
-    return AttentionSpec(Score(1.0), tuple(atoms), offset), t, s
+    spec = AttentionSpec(
+        Score(1.0),
+        tuple(atoms),
+        offset,
+        query_rows=draw(numberings()),
+        key_rows=draw(numberings()),
+    )
+    return spec, t, s
+
+
+def test_numbers_of_striped_rows():
+    rows = Numbering(3, stripe=2, parts=3)
+    assert [int(rows.at(i)) for i in range(5)] == [3, 4, 9, 10, 15]
+    assert [int(rows.before(n)) for n in (-1, 3, 4, 5, 9, 10, 15)] == [
+        *(0, 0, 1, 2, 2, 3, 4)
+    ]
+    assert int(rows.after(1, 2)) == 6
+    groups = Numbering(32, stripe=16, parts=3).of_groups(8)
+    assert [int(groups.at(i)) for i in range(5)] == [4, 5, 10, 11, 16]
+
+
+@given(st.data())
+def test_numberings_count_what_comes_before(data):
+    rows = data.draw(numberings())
+    numbers = [int(rows.at(i)) for i in range(60)]
+    assert numbers == sorted(set(numbers))
+    number = data.draw(st.integers(numbers[0], numbers[-1]))
+    assert int(rows.before(number)) == sum(n < number for n in numbers)
 
 
 @pytest.mark.parametrize("examples", [50, *deeply(300)])
@@ -226,7 +269,7 @@ def _check_soundness(made, block_q, block_kv):
             return leaf
         return np.asarray(leaf.to(("t", "s")))
 
-    dense = keep(jax.tree.map(loaded, spec).masks, t, s, spec.offset)
+    dense = kept_pairs(jax.tree.map(loaded, spec), t, s)
 
     def table_at(table, index):
         def at(leaf):
@@ -242,7 +285,7 @@ def _check_soundness(made, block_q, block_kv):
         for index in range(-(-size // block)):
             lo, hi = index * block, min((index + 1) * block, size)
             table = table_at(tabled.table, index)
-            at = AttentionSpec(spec.score, spec.masks, spec.offset, table=table)
+            at = dataclasses.replace(spec, table=table)
             found = getattr(at, method)(lo, hi, other, other_block)
             need_lo, full_lo, full_hi, need_hi = map(int, found)
             assert 0 <= need_lo <= full_lo <= full_hi <= need_hi

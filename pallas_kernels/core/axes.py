@@ -34,6 +34,9 @@ Axes = tuple[str | None, ...]
 
 NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
 
+# The key rows of all devices, in their order, where `s` are those of one.
+ALL_KEYS = "all keys"
+
 
 @dataclasses.dataclass(frozen=True)
 class Named:

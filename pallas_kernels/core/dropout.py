@@ -13,6 +13,7 @@ thread, so that the bits need not change hands.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.positions import Numbering
 
 GROUP = 16  # rows of a block are multiples of it, and so is where they start
 _LEVELS = 1 << 16
@@ -58,7 +60,8 @@ class Dropout:
 
     def bits(
         self,
-        rows: dict[str, tuple[Any, int]],
+        rows: Mapping[str, tuple[Any, int]],
+        numberings: Mapping[str, Numbering],
         order: tuple[str, str],
         arithmetic: Arithmetic,
     ) -> jax.Array:
@@ -66,18 +69,23 @@ class Dropout:
 
         Args:
           rows: (start, size) of `t` (queries) and `s` (keys), multiples of 16.
+          numberings: of both; stripes and where they start are multiples of 16.
           order: the block's axes: ("t", "s"), or ("s", "t") for a transposed one.
           arithmetic: the backend's.
         """
-        pairs = {}
-        for axis, name in enumerate(order):
-            start, size = rows[name]
-            first = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
-            index = (first + lax.iota(jnp.int32, size // 2)).astype(jnp.uint32)
-            pairs[name] = jnp.expand_dims(index, 1 - axis)
         shape = tuple(rows[name][1] // 2 for name in order)
 
-        def of_seed(key, tweak):
+        def numbers(name: str, first) -> jax.Array:
+            """Counters of the rows `t` or `s`, two rows each, against the block."""
+            start, size = rows[name]
+            start = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
+            index = start + lax.iota(jnp.int32, size // 2)
+            numbering = dataclasses.replace(numberings[name], first=first)
+            index = numbering.of_groups(2).at(index).astype(jnp.uint32)
+            return jnp.expand_dims(index, 1 - order.index(name))
+
+        def of_one(key, tweak, firsts):
+            pairs = {name: numbers(name, firsts[name]) for name in order}
             words = _philox(pairs["s"], pairs["t"] ^ tweak, key, shape, arithmetic)
             # A word belongs to query rows r or r + 8, its halves to key rows r, r + 8.
             if order[0] == "t":
@@ -89,10 +97,13 @@ class Dropout:
             return bits.reshape(tuple(2 * n for n in shape))
 
         seed = [x.astype(jnp.uint32) for x in self.seed]
-        if seed[0].ndim == 0:
-            return of_seed(*seed)
-        lead = seed[0].shape[:-2]
-        bits = jax.vmap(of_seed)(*(x.reshape(-1) for x in seed))
+        firsts = {name: x.first for name, x in numberings.items()}
+        leaves, tree = jax.tree.flatten((*seed, firsts))
+        if all(x.ndim == 0 for x in leaves):
+            return of_one(seed[0], seed[1], firsts)
+        lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in leaves))
+        leaves = [jnp.broadcast_to(x, (*lead, 1, 1)).reshape(-1) for x in leaves]
+        bits = jax.vmap(of_one)(*tree.unflatten(leaves))
         return bits.reshape(*lead, *bits.shape[1:])
 
 

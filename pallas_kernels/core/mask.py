@@ -3,9 +3,10 @@
 An atom answers two questions, and a mask is the AND of its atoms. What else a caller
 must know of it, it says itself (`Traits`).
 
-- `keep(q, kv, q_pos)` is pointwise: row numbers `q` and `kv` that broadcast against
-  each other (and positions `q_pos = q + offset`) give a boolean array. The same line
-  serves a dense mask (q [T, 1], kv [1, S]), a block of it, and a transposed block.
+- `keep(q, kv, q_pos, kv_pos)` is pointwise: row numbers `q` and `kv` that broadcast
+  against each other (and where they stand, `core.positions`) give a boolean array. The
+  same line serves a dense mask (q [T, 1], kv [1, S]), a block of it, and a transposed
+  block.
 - Block ranges. For the rows [q_lo, q_hi) of a query block, `kv_range` gives
   `need_lo <= full_lo <= full_hi <= need_hi`: outside `need` no pair is kept, inside
   `full` every pair is. `q_range` is its twin for a block of keys. An atom whose answer
@@ -26,6 +27,7 @@ import dataclasses
 import functools
 import operator
 import typing
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.positions import Numbering, Positions
 from pallas_kernels.core.ranges import Range, everything, maximum, minimum
 
 
@@ -63,7 +66,7 @@ class Traits:
     """What a call must know of an atom beside its pairs and ranges.
 
     Attributes:
-      positional: whether it asks where queries stand (`q_pos`).
+      positional: whether it asks where rows stand (`q_pos`, `kv_pos`).
       later_rows_see_more: whether later query rows look at more keys, so that they
         should start first.
       is_sparse: whether most queries look at few of the keys, as far as one can know
@@ -73,6 +76,16 @@ class Traits:
     positional = False
     later_rows_see_more = False
     is_sparse = False
+
+    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Any:
+        """For a part of the rows: the same, where they bring their own operands.
+
+        Args:
+          positions: of those rows; `Named`.
+          size: how many of `t` and `s` there are.
+        """
+        del positions, size
+        return self
 
 
 @_dataclass(meta=("left", "right"))
@@ -95,32 +108,35 @@ class Window(Traits):
     def later_rows_see_more(self) -> bool:
         return self.right is not None
 
-    def keep(self, q, kv, q_pos):
-        del q
+    def keep(self, q, kv, q_pos, kv_pos):
+        del q, kv
         kept = None
         if self.left is not None:
-            kept = kv >= q_pos - self.left
+            kept = kv_pos >= q_pos - self.left
         if self.right is not None:
-            below = kv <= q_pos + self.right
+            below = kv_pos <= q_pos + self.right
             kept = below if kept is None else kept & below
         return kept
 
-    def kv_range(self, q_lo, q_hi, offset, size: int) -> Range:
-        need_lo, full_lo, full_hi, need_hi = everything(0, size)
-        first, last = q_lo + offset, q_hi - 1 + offset
-        if self.left is not None:
-            need_lo, full_lo = first - self.left, last - self.left
-        if self.right is not None:
-            full_hi, need_hi = first + self.right + 1, last + self.right + 1
-        return Range(need_lo, full_lo, full_hi, need_hi)
+    def kv_range(self, q_lo, q_hi, positions: Positions, size: int) -> Range:
+        offset, query, key = positions
+        ends = query.at(q_lo) + offset, query.at(q_hi - 1) + offset
+        return self._range(ends, key, self.left, self.right, size)
 
-    def q_range(self, kv_lo, kv_hi, offset, size: int) -> Range:
+    def q_range(self, kv_lo, kv_hi, positions: Positions, size: int) -> Range:
+        offset, query, key = positions
+        ends = key.at(kv_lo) - offset, key.at(kv_hi - 1) - offset
+        return self._range(ends, query, self.right, self.left, size)
+
+    @staticmethod
+    def _range(ends, along: Numbering, before, after, size: int) -> Range:
+        """Rows that are `before` to `after` numbers from a block with these ends."""
         need_lo, full_lo, full_hi, need_hi = everything(0, size)
-        first, last = kv_lo - offset, kv_hi - 1 - offset
-        if self.right is not None:
-            need_lo, full_lo = first - self.right, last - self.right
-        if self.left is not None:
-            full_hi, need_hi = first + self.left + 1, last + self.left + 1
+        first, last = ends
+        if before is not None:
+            need_lo, full_lo = (along.before(x - before) for x in (first, last))
+        if after is not None:
+            full_hi, need_hi = (along.before(x + after + 1) for x in (first, last))
         return Range(need_lo, full_lo, full_hi, need_hi)
 
 
@@ -134,8 +150,8 @@ class Lengths(Traits):
     query: Any = None
     key_value: Any = None
 
-    def keep(self, q, kv, q_pos):
-        del q_pos
+    def keep(self, q, kv, q_pos, kv_pos):
+        del q_pos, kv_pos
         kept = None
         if self.key_value is not None:
             kept = kv < self.key_value
@@ -144,13 +160,28 @@ class Lengths(Traits):
             kept = below if kept is None else kept & below
         return kept
 
-    def kv_range(self, q_lo, q_hi, offset, size: int) -> Range:
-        del offset
+    def kv_range(self, q_lo, q_hi, positions: Positions, size: int) -> Range:
+        del positions
         return self._range(self.key_value, self.query, q_lo, q_hi, size)
 
-    def q_range(self, kv_lo, kv_hi, offset, size: int) -> Range:
-        del offset
+    def q_range(self, kv_lo, kv_hi, positions: Positions, size: int) -> Range:
+        del positions
         return self._range(self.query, self.key_value, kv_lo, kv_hi, size)
+
+    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Lengths:
+        """Of all rows as of a part: how many of it come before (`Named` fields)."""
+
+        def own(length: Named | None, rows: Numbering, size: int):
+            if length is None or rows.first is None:
+                return length
+            axes = tuple(dict.fromkeys((*length.axes, *rows.first.axes)))
+            rows = dataclasses.replace(rows, first=rows.first.to(axes))
+            return Named(jnp.clip(rows.before(length.to(axes)), 0, size), axes)
+
+        return Lengths(
+            own(self.query, positions.query, size["t"]),
+            own(self.key_value, positions.key, size["s"]),
+        )
 
     @staticmethod
     def _range(along, across, lo, hi, size: int) -> Range:
@@ -218,8 +249,8 @@ class SegmentIds(Traits):
     key_value: Any
     is_sparse = True  # packed documents are mostly short beside a row of them
 
-    def keep(self, q, kv, q_pos):
-        del q, kv, q_pos
+    def keep(self, q, kv, q_pos, kv_pos):
+        del q, kv, q_pos, kv_pos
         return self.query == self.key_value
 
     def block_relation(self, block_q: int, block_kv: int) -> Relation:
@@ -243,8 +274,8 @@ class DenseMask(Traits):
 
     mask: Any
 
-    def keep(self, q, kv, q_pos):
-        del q, kv, q_pos
+    def keep(self, q, kv, q_pos, kv_pos):
+        del q, kv, q_pos, kv_pos
         return self.mask
 
     def kept_keys(self) -> Named:

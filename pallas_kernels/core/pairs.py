@@ -64,13 +64,16 @@ class Pairs:
     def _place(self) -> Place | None:
         if not self.spec.score.positional:
             return None
+        offset, queries, keys = self.spec.positions
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
-        query, key = self._numbers("t", 0), self._numbers("s", 0).astype(jnp.float32)
+        query = self._numbers("t", 0)
+        key = keys.after(s_start, self._numbers("s", 0)).astype(jnp.float32)
         if self.spec.repeat > 1:
             query, t_start = self.spec.query_numbers(self._numbers("t")), 0
-        between = jnp.asarray(t_start + self.spec.start - s_start, jnp.float32)
-        past_only = self.spec.keeps_past_only
-        return Place(between + query.astype(jnp.float32), key, past_only)
+        between = queries.at(t_start) + offset - keys.at(s_start)
+        between = jnp.asarray(between, jnp.float32)
+        query = queries.after(t_start, query).astype(jnp.float32)
+        return Place(between + query, key, self.spec.keeps_past_only)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:
@@ -79,8 +82,9 @@ class Pairs:
         groups = {
             n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
         }
+        numberings = {"t": self.spec.query_rows, "s": self.spec.key_rows}
         make, shape = self.arithmetic.bits or type(dropout).bits, self.shape
-        bits = make(dropout, groups, self.order, self.arithmetic)
+        bits = make(dropout, groups, numberings, self.order, self.arithmetic)
         return bits if bits.shape[-2:] == shape else bits[..., : shape[0], : shape[1]]
 
     def product(self, of_queries: Block, of_keys: Block) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from pallas_kernels.core.mask import (
     Window,
     block_table,
 )
+from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
 from pallas_kernels.core.ranges import Range, divide, everything, maximum, minimum
 from pallas_kernels.core.score import Score
 
@@ -38,8 +40,8 @@ class AttentionSpec:
     Attributes:
       score: how q.k becomes a score.
       masks: the mask atoms; a pair is kept when all keep it.
-      offset: position of query row 0, an int32 scalar, or None for 0; key row 0 stands
-        at 0.
+      offset: position of query number 0, an int32 scalar, or None for 0; key number 0
+        stands at 0.
       sink: a logit for each head that joins the softmax, or None.
       dropout: of the probabilities, or None.
       repeat: how many query rows stand at one position, one after the other: heads of
@@ -47,6 +49,10 @@ class AttentionSpec:
       table: for each query block, the `Range` of key blocks that the data-dependent
         atoms allow, or the same for key blocks (`with_table`); None without any.
       keys: which keys some query keeps, for kernels (`with_keys`); None for all.
+      query_rows, key_rows: the numbers of the rows, where devices have a part of them.
+      is_part: whether there are more keys than those at hand. Results are then parts of
+        others, in float32 or wider, and the backward gets output and log-sum-exp over
+        all keys. Static.
     """
 
     score: Score
@@ -57,11 +63,41 @@ class AttentionSpec:
     table: Range | None = None
     repeat: int = dataclasses.field(default=1, metadata={"static": True})
     keys: Any = None
+    query_rows: Numbering = ALL_ROWS
+    key_rows: Numbering = ALL_ROWS
+    is_part: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
-    def start(self):
-        """Position of query row 0."""
-        return 0 if self.offset is None else self.offset
+    def positions(self) -> Positions:
+        """Where rows stand."""
+        offset = 0 if self.offset is None else self.offset
+        return Positions(offset, self.query_rows, self.key_rows)
+
+    def of_rows(
+        self, query: Numbering, key: Numbering, size: Mapping[str, int]
+    ) -> AttentionSpec:
+        """For a part of the rows, from that of all (fields hold `Named`).
+
+        Args:
+          query, key: the numbers of the rows.
+          size: how many of `t` and `s` there are.
+        """
+        positions = Positions(self.offset, query, key)
+        masks = tuple(atom.of_rows(positions, size) for atom in self.masks)
+        spec = dataclasses.replace(self, masks=masks)
+        if self.dropout is None and not self.positional:
+            return spec
+        if self.dropout is None and query.stripe is key.stripe is None:
+            # Only distances count.
+            offset = _difference(self.offset, query.first, key.first)
+            return dataclasses.replace(spec, offset=offset)
+        return dataclasses.replace(spec, query_rows=query, key_rows=key)
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Whether rows have other numbers than their places."""
+        rows = self.query_rows, self.key_rows
+        return any(x.first is not None or x.stripe is not None for x in rows)
 
     @property
     def gradient_unit(self):
@@ -79,7 +115,7 @@ class AttentionSpec:
 
     @property
     def positional(self) -> bool:
-        """Whether anything depends on where queries stand (`offset`)."""
+        """Whether anything depends on where rows stand."""
         return self.score.positional or any(atom.positional for atom in self.masks)
 
     @property
@@ -102,6 +138,16 @@ class AttentionSpec:
         """Whether queries look at no more than so many of the keys before them."""
         return any(w.left is not None for w in self._windows)
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How far before and after itself a query looks; None: at all keys there."""
+
+        def side(widths) -> int | None:
+            return min((max(w, 0) for w in widths if w is not None), default=None)
+
+        windows = self._windows
+        return side(w.left for w in windows), side(w.right for w in windows)
+
     def mean_keys(self, kv_size: int) -> int:
         """About how many keys a query looks at, as far as is known without data.
 
@@ -120,7 +166,7 @@ class AttentionSpec:
         return dataclasses.replace(self, masks=self._windows)
 
     def query_numbers(self, rows: Any) -> Any:
-        """Which queries these rows are; the one for the other but for `repeat`."""
+        """Which rows of the caller these are: themselves, but for `repeat`."""
         return rows if self.repeat == 1 else divide(rows, self.repeat)
 
     def keep(self, q, kv) -> jax.Array | None:
@@ -131,10 +177,11 @@ class AttentionSpec:
             the spec must hold the matching blocks.
         """
         q = self.query_numbers(q)
-        q_pos = q + self.start
+        offset, query, key = self.positions
+        q_pos, kv_pos = query.at(q) + offset, key.at(kv)
         kept = None
         for atom in self.masks:
-            more = atom.keep(q, kv, q_pos)
+            more = atom.keep(q, kv, q_pos, kv_pos)
             if more is not None:
                 kept = more if kept is None else kept & more
         return kept
@@ -164,6 +211,8 @@ class AttentionSpec:
             self.offset,
             table=self.table,
             repeat=self.repeat,
+            query_rows=self.query_rows,
+            key_rows=self.key_rows,
         )
 
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
@@ -180,7 +229,7 @@ class AttentionSpec:
         rows = everything(0, size)
         for atom in self.masks:
             if not isinstance(atom, DataDependent):
-                rows = rows & getattr(atom, method)(lo, hi, self.start, size)
+                rows = rows & getattr(atom, method)(lo, hi, self.positions, size)
         blocks = rows.blocks(block, size)
         return blocks if self.table is None else blocks & self.table
 
@@ -209,7 +258,7 @@ class AttentionSpec:
     def _met(self, method, lo, hi, size: int, block: int):
         rows = everything(0, size)
         for atom in self._windows:
-            rows = rows & getattr(atom, method)(lo, hi, self.start, size)
+            rows = rows & getattr(atom, method)(lo, hi, self.positions, size)
         start, end = maximum(rows.need_lo, 0), maximum(minimum(rows.need_hi, size), 0)
         first = divide(start, block)
         blocks = divide(end + block - 1, block) - first
@@ -310,6 +359,19 @@ def _only(x: Named, kept: Named) -> Named:
     axes = (*(a for a in kept.axes if a not in x.axes), *x.axes)
     zero = jnp.zeros((), x.dtype)
     return Named(jnp.where(kept.to(axes), x.to(axes), zero), axes)
+
+
+def _difference(offset: Named | None, query: Named | None, key: Named | None):
+    """offset + query - key, where None is 0."""
+    parts = [x.squeezed() for x in (offset, query, key) if x is not None]
+    if not parts:
+        return None
+    axes = tuple(dict.fromkeys(a for x in parts for a in x.axes))
+
+    def value(x: Named | None):
+        return jnp.int32(0) if x is None else x.to(axes)
+
+    return Named(value(offset) + value(query) - value(key), axes)
 
 
 def _where(condition, count):

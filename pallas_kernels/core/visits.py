@@ -85,4 +85,5 @@ def size_of_counts(
 
 def _batch(spec: AttentionSpec) -> tuple[str, ...]:
     """Of what decides which blocks meet."""
-    return batch_axes(jax.tree.leaves((spec.masks, spec.offset)))
+    parts = spec.masks, spec.offset, spec.query_rows, spec.key_rows
+    return batch_axes(jax.tree.leaves(parts))

@@ -46,6 +46,10 @@ def unsupported(call: Call, /) -> str | None:
     ):
         if has:
             return f"the kernels have no {feature}"
+    if spec.numbers_rows:
+        return "the kernels know no rows but those from 0 on"
+    if spec.is_part:
+        return "the kernels do not write parts of a result in float32"
     if config is not None and config.splits not in (None, 1):
         return f"Config(splits={config.splits}): the forward's programs are not divided"
     blocks = None if config is None else config.forward

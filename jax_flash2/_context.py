@@ -1,0 +1,377 @@
+"""Attention whose rows are divided over devices: which method, and all but the ring.
+
+Each method makes a call of `attention` on one device from this device's rows, by names
+of axes: what has the name `s` goes with the keys, what has `t` with the queries. What
+is of pairs has `t` and `ALL_KEYS`, the keys of all devices. So no method knows a mask
+or a score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_flash2 import _backends, _ring, _vjp
+from jax_flash2._operation import Problem, forward_outputs
+from jax_flash2._rows import Context, Layout, layout_of
+from pallas_kernels.backend import Call
+from pallas_kernels.core.axes import ALL_KEYS, Named
+from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.mask import DenseMask, Lengths
+from pallas_kernels.core.positions import ALL_ROWS, Numbering
+
+# Rows of keys on a device below which their way costs more than what it hides behind
+# (reckoned: NVIDIA H200, 32 query and 8 key heads of 128, NVLink).
+_FEW_ROWS = 2048
+
+
+class Local(NamedTuple):
+    """What a method makes of a call.
+
+    Attributes:
+      call: on this device alone.
+      finish: of its output, and of its lse: this device's rows.
+    """
+
+    call: Call
+    finish: Callable[[Named], Named] = lambda x: x
+
+
+def attend(
+    call: Call, implementation: str | None, context: Context
+) -> tuple[jax.Array, jax.Array]:
+    """This device's rows of output and lse (rows last).
+
+    Args:
+      call: with this device's rows; lengths, offset and `ALL_KEYS` are of all.
+      implementation: as for `attention`.
+      context: as for `attention`.
+
+    Raises:
+      ValueError: if the layout does not fit the call, or no method serves it.
+    """
+    step = _next_step(call, context)
+    if step.method == "ring":
+        return _ring.attend(call, implementation, step.layout)
+    if step.method is None:
+        return _vjp.run(_whole(call), implementation)
+    local = _METHODS[step.method].local(call, step.layout)
+    if step.rest is None:
+        found = _vjp.run(_whole(local.call), implementation)
+    else:
+        found = attend(local.call, implementation, step.rest)
+    axes = (x.axes for x in result_structs(local.call))
+    o, lse = (local.finish(Named(x, a)) for x, a in zip(found, axes, strict=True))
+    return o.value, lse.value
+
+
+def explain(call: Call, implementation: str | None, context: Context) -> str:
+    """What `attend` does with a call, and why."""
+    lines = []
+    while True:
+        step = _next_step(call, context)
+        name = step.method or "none"
+        lines.append(f"context: {name}, since {step.why} ({step.layout.words})")
+        if step.method == "ring":
+            call = _ring.round_of(call, step.layout)
+        elif step.method is not None:
+            call = _METHODS[step.method].local(call, step.layout).call
+        if step.rest is None:
+            break
+        context = step.rest
+    return "\n".join([*lines, _backends.explain(implementation, _whole(call))])
+
+
+class Step(NamedTuple):
+    """How rows that are divided along some axes are brought together.
+
+    Attributes:
+      method: its name; None on one device.
+      layout: of those rows.
+      why: it is this method.
+      rest: how the rows that it leaves are divided, along other axes.
+    """
+
+    method: str | None
+    layout: Layout
+    why: str
+    rest: Context | None = None
+
+
+def _next_step(call: Call, context: Context) -> Step:
+    layout = layout_of(context)
+    _check(call, layout)
+    if layout.stripe == call.size["t"] == call.size["s"]:  # that is one run of rows
+        layout = dataclasses.replace(layout, stripe=None)
+    if layout.parts == 1:
+        return Step(None, layout, "there is one device")
+    if len(context.axes) > 1 and context.method is None:
+        last = dataclasses.replace(context, axis=context.axes[-1:])
+        inner = layout_of(last)
+        if inner.parts > 1 and _heads_why_not(call, inner) is None:
+            stripe = None if layout.stripe is None else layout.stripe * inner.parts
+            rest = Context(context.axes[:-1], stripe)
+            return Step("heads", inner, "the last of several axes divides them", rest)
+    return Step(*_choice(call, context, layout))
+
+
+def _choice(call: Call, context: Context, layout: Layout) -> tuple[str, Layout, str]:
+    why_not = {name: x.why_not(call, layout) for name, x in _METHODS.items()}
+    serving = [name for name, why in why_not.items() if why is None]
+    if context.method is not None:
+        why = why_not[context.method]
+        if why is None:
+            return context.method, layout, "it is asked for"
+        others = " or ".join(f"method={name!r}" for name in serving)
+        raise ValueError(
+            f"context: method={context.method!r} cannot serve this call: {why}; "
+            f"{others or 'no other method'} can"
+        )
+    if "halo" in serving:
+        return "halo", layout, "a window needs few rows of other devices"
+    few = call.size["s"] < _FEW_ROWS
+    if "ring" in serving and not few:
+        return "ring", layout, "queries may look at all rows"
+    if "gather" in serving:
+        why = why_not["ring"] or f"{call.size['s']} key rows a device are few"
+        return "gather", layout, why
+    if serving:
+        return serving[0], layout, f"gather: {why_not['gather']}"
+    reasons = "; ".join(f"{name}: {why}" for name, why in why_not.items())
+    raise ValueError(f"context: no method serves this call: {reasons}")
+
+
+def _check(call: Call, layout: Layout) -> None:
+    """Raises a ValueError if the rows of a device are not whole stripes."""
+    for name, argument in (("t", "query"), ("s", "key")):
+        rows = call.size[name]
+        if layout.stripe is not None and rows % layout.stripe:
+            raise ValueError(
+                f"context: stripe={layout.stripe} must divide the rows of {argument} "
+                f"on each device, got {rows} rows: pass a stripe that does, or None "
+                "for rows that follow one another"
+            )
+
+
+def result_structs(call: Call) -> tuple[Named, Named]:
+    """Shapes and axes of output and lse."""
+    return forward_outputs(Problem.of(call, ""), call.operands)
+
+
+def _whole(call: Call) -> Call:
+    """A call that has the keys of all devices."""
+    spec = jax.tree.map(lambda x: x.renamed(ALL_KEYS, "s"), call.spec)
+    return dataclasses.replace(call, spec=spec)
+
+
+def _of_pairs(call: Call) -> str | None:
+    """Why operands of pairs of rows keep a method from serving a call."""
+    bias = call.spec.score.bias
+    if bias is not None and ALL_KEYS in bias.axes:
+        return "bias has a number for each pair of rows"
+    masks = (x.mask for x in call.spec.masks if isinstance(x, DenseMask))
+    if any(ALL_KEYS in x.axes for x in masks):
+        return "mask has an element for each pair of rows"
+    return None
+
+
+def _unaligned(call: Call, layout: Layout) -> str | None:
+    """Why dropout keeps a method from serving a call."""
+    if call.spec.dropout is None:
+        return None
+    runs = [call.size["t"], call.size["s"]] if not layout.stripe else [layout.stripe]
+    if not any(n % GROUP for n in runs):
+        return None
+    what = "rows of a device" if not layout.stripe else "rows of a stripe"
+    return f"dropout needs multiples of {GROUP} {what}, got {max(runs)}"
+
+
+# All keys on each device.
+
+
+def _gather(call: Call, layout: Layout) -> Local:
+    def all_keys(x: Named) -> Named:
+        return layout.gathered(x, "s") if "s" in x.axes else x
+
+    key, value = map(all_keys, (call.key, call.value))
+    size = {"t": call.size["t"], "s": layout.parts * call.size["s"]}
+    own = layout.numbering(layout.rank(), size["t"])
+    spec = jax.tree.map(all_keys, call.spec).of_rows(own, ALL_ROWS, size)
+    return Local(dataclasses.replace(call, key=key, value=value, spec=spec))
+
+
+# All rows of some heads on each device.
+
+
+def _heads_why_not(call: Call, layout: Layout) -> str | None:
+    heads = call.size.get("k", 1)
+    if "n" in call.size and heads % layout.parts == 0:
+        return None
+    return f"{layout.parts} devices do not divide {heads} key/value heads"
+
+
+def _heads(call: Call, layout: Layout) -> Local:
+    def index(x: Named, names: tuple[str, ...]) -> int | None:
+        return next((i for i, a in enumerate(x.axes) if a in names), None)
+
+    def exchanged(x: Named) -> Named:
+        x = x.squeezed()
+        head, row = index(x, ("n", "k")), index(x, ("t", "s"))
+        if row is None and head is not None:
+            count = x.shape[head] // layout.parts
+            start = layout.rank() * jnp.int32(count)
+            value = lax.dynamic_slice_in_dim(x.value, start, count, head)
+            return Named(value, x.axes)
+        if row is None:
+            return x
+        if head is None:
+            return layout.gathered(x, str(x.axes[row]))
+        value = layout.exchanged(x.value, head, row)
+        return Named(layout.in_order(value, row), x.axes)
+
+    def finish(x: Named) -> Named:
+        head, row = x.axes.index("n"), x.axes.index("t")
+        value = layout.by_device(x.value, row)
+        return Named(layout.exchanged(value, row, head), x.axes)
+
+    query, key, value = map(exchanged, (call.query, call.key, call.value))
+    spec = jax.tree.map(exchanged, call.spec)
+    local = dataclasses.replace(call, query=query, key=key, value=value, spec=spec)
+    return Local(local, finish)
+
+
+# The keys that a window needs.
+
+
+def _halo_why_not(call: Call, layout: Layout) -> str | None:
+    before, after = call.spec.reach
+    rows = call.size["t"]
+    if before is None or after is None:
+        return "queries may look at keys however far from them"
+    if call.spec.offset is not None:
+        return "query_offset moves queries away from the keys of their device"
+    if rows != call.size["s"]:
+        return "a device has other numbers of query rows and of key rows"
+    if layout.stripe is not None and (after > 0 or before > layout.stripe):
+        return (
+            f"with stripes of {layout.stripe} rows the window must be causal and not "
+            f"longer, got ({before}, {after})"
+        )
+    return _of_pairs(call) or _unaligned(call, layout)
+
+
+def _halo(call: Call, layout: Layout) -> Local:
+    before, after = (-(-(n or 0) // GROUP) * GROUP for n in call.spec.reach)
+    rows = call.size["t"]
+    if layout.stripe is not None:
+        return _striped_halo(call, layout, layout.stripe, min(before, layout.stripe))
+    most = (layout.parts - 1) * rows
+    before, after = min(before, most), min(after, most)
+    first = layout.rank() * jnp.int32(rows)
+    first_key = jnp.maximum(first - before, 0)
+
+    def widened(x: Named) -> Named:
+        if "s" not in x.axes:
+            return x
+        axis = x.axes.index("s")
+
+        def from_device(hops: int, start: int, end: int) -> jax.Array:
+            part = lax.slice_in_dim(x.value, start, end, axis=axis)
+            return layout.shifted(part, hops, around=False) if hops else part
+
+        parts = [
+            from_device(hop, max(rows - (before - (hop - 1) * rows), 0), rows)
+            for hop in range(-(-before // rows), 0, -1)
+        ]
+        parts.append(x.value)
+        parts += [
+            from_device(-hop, 0, min(after - (hop - 1) * rows, rows))
+            for hop in range(1, -(-after // rows) + 1)
+        ]
+        # The first devices lack rows before theirs: what comes there goes away.
+        padding = [(0, 0)] * x.value.ndim
+        padding[axis] = (0, before)
+        value = jnp.pad(jnp.concatenate(parts, axis), padding)
+        start = first_key - (first - before)
+        value = lax.dynamic_slice_in_dim(value, start, before + rows + after, axis)
+        return Named(value, x.axes)
+
+    spec = jax.tree.map(widened, call.spec)
+    if after:  # the last devices lack rows after theirs
+        end = Lengths(key_value=Named(np.int32(layout.parts * rows), ()))
+        spec = dataclasses.replace(spec, masks=(*spec.masks, end))
+    own, keys = (Numbering(Named(x, ())) for x in (first, first_key))
+    spec = spec.of_rows(own, keys, {"t": rows, "s": before + rows + after})
+    key, value = map(widened, (call.key, call.value))
+    return Local(dataclasses.replace(call, key=key, value=value, spec=spec))
+
+
+_STRIPES = "stripes"
+
+
+def _striped_halo(call: Call, layout: Layout, stripe: int, before: int) -> Local:
+    """Each stripe as a batch entry, with the end of the stripe before it."""
+    rank = layout.rank()
+    stripes = call.size["t"] // stripe
+    number = jnp.arange(stripes, dtype=jnp.int32)
+    first = (rank + number * jnp.int32(layout.parts)) * jnp.int32(stripe)
+    first_key = jnp.maximum(first - before, 0)
+
+    def apart(x: Named, rows: str) -> Named:
+        return x.split(rows, "", stripe).renamed(rows, _STRIPES).renamed("", rows)
+
+    def own(x: Named) -> Named:
+        if "t" in x.axes:
+            return apart(x, "t")
+        if "s" not in x.axes:
+            return x
+        x = apart(x, "s")
+        axis = x.axes.index("s")
+        ends = lax.slice_in_dim(x.value, stripe - before, stripe, axis=axis)
+        ends = layout.shifted(ends)
+        # What comes before the first device's stripes is of the last's, one earlier.
+        earlier = jnp.roll(ends, 1, axis - 1)
+        ends = jnp.where(rank == 0, earlier, ends)
+        widened = jnp.concatenate([ends, x.value], axis)
+        # Nothing comes before the first of all.
+        alone = jnp.concatenate([x.value, jnp.zeros_like(ends)], axis)
+        is_first = Named(first == 0, (_STRIPES,)).to(x.axes)
+        return Named(jnp.where(is_first, alone, widened), x.axes)
+
+    def finish(x: Named) -> Named:
+        pairs = ((_STRIPES, "t") if a == "t" else (a,) for a in x.axes if a != _STRIPES)
+        axes = tuple(a for pair in pairs for a in pair)
+        return x.ordered(axes).joined(_STRIPES, "t").renamed(_STRIPES, "t")
+
+    rows, keys = (Numbering(Named(x, (_STRIPES,))) for x in (first, first_key))
+    size = {"t": stripe, "s": before + stripe}
+    spec = jax.tree.map(own, call.spec).of_rows(rows, keys, size)
+    query, key, value = map(own, (call.query, call.key, call.value))
+    local = dataclasses.replace(call, query=query, key=key, value=value, spec=spec)
+    return Local(local, finish)
+
+
+class _Method(NamedTuple):
+    """A way to bring queries and keys together.
+
+    Attributes:
+      why_not: of a call and a layout: why it cannot serve them, or None.
+      local: of the same; None for the ring, which makes a call for each device.
+    """
+
+    why_not: Callable[[Call, Layout], str | None]
+    local: Any = None
+
+
+_METHODS = {
+    "halo": _Method(_halo_why_not, _halo),
+    "ring": _Method(lambda *x: _of_pairs(x[0]) or _unaligned(*x)),
+    "gather": _Method(_unaligned, _gather),
+    "heads": _Method(_heads_why_not, _heads),
+}

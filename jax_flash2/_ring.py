@@ -1,0 +1,283 @@
+"""Ring attention: keys and values travel from device to device, the queries stay.
+
+In round i of P, device r has the keys of device r - i. The forward merges what its
+queries make of them (`flash2.merge`). The backward needs no more of other rounds than
+the output, the log-sum-exp and their cotangents: with those, what one call makes of
+some keys is their share of the gradients. dk and dv travel with the keys that they
+belong to, and go one step further in the end. All sums are float32, or wider.
+
+A kernel should run while keys travel. XLA would move all keys before the first kernel;
+a barrier for each round keeps it from that, and one permutation for keys and values
+together is in flight at a time. No round is skipped by a condition, for which XLA would
+ask the host: where a device has nothing to do, the kernel's programs end at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_flash2 import _backends, _operation, _sharding
+from jax_flash2._operation import Problem, is_differentiable
+from jax_flash2._rows import Layout
+from pallas_kernels import passes
+from pallas_kernels.backend import Call
+from pallas_kernels.core import flash2
+from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.spec import AttentionSpec
+
+# Of more devices, the rounds between the first and the last are a loop: three copies of
+# each kernel in the program, whatever their number.
+_UNROLLED = 4
+_DEVICES = "p"  # the axis of what all devices have, in operands that are gathered
+
+
+def attend(
+    call: Call, implementation: str | None, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (rows last) of this device's queries, differentiable once."""
+    backend = _backends.choose(implementation, round_of(call, layout))
+    ring = _Ring(Problem.of(call, backend), layout)
+    arrays = _sharding.varying_alike(tuple(x.value for x in call.operands))
+    return _ring(ring, arrays)
+
+
+def round_of(call: Call, layout: Layout) -> Call:
+    """The call that each round makes, for the choice of a backend."""
+    return _round(call, layout, layout.rank(), layout.rank())
+
+
+def _round(call: Call, layout: Layout, rank, source) -> Call:
+    """This device's queries and the keys of device `source`; `call.spec` is theirs."""
+    size = {"t": call.size["t"], "s": call.size["s"]}
+    rows, keys = layout.numbering(rank, size["t"]), layout.numbering(source, size["s"])
+    spec = dataclasses.replace(call.spec, sink=None, is_part=True)
+    return dataclasses.replace(call, spec=spec.of_rows(rows, keys, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What is static about a ring; its arrays are those of the problem.
+
+    Attributes:
+      problem: with this device's rows of queries and of keys.
+      layout: of the rows on devices.
+    """
+
+    problem: Problem
+    layout: Layout
+
+    def result_axes(self, arrays) -> list[Axes]:
+        """Of o and lse."""
+        operands = list(map(Named, arrays, self.problem.axes))
+        return [x.axes for x in _operation.forward_outputs(self.problem, operands)]
+
+    def rounds(self, arrays) -> _Rounds:
+        q, k, v, spec = self.problem.named(arrays)
+
+        def of_all(x: Named) -> Named:
+            if "s" not in x.axes:
+                return x
+            return Named(self.layout.of_all(x.value), (_DEVICES, *x.axes))
+
+        spec = jax.tree.map(of_all, spec)
+        return _Rounds(self, q, k, v, spec, self.layout.rank())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounds:
+    """A ring on one device.
+
+    Attributes:
+      ring: its static part.
+      q, k, v: this device's.
+      spec: of it, but what goes with keys has an axis for the devices in front: that is
+        little beside keys, and so it does not travel.
+      rank: of this device.
+    """
+
+    ring: _Ring
+    q: Named
+    k: Named
+    v: Named
+    spec: AttentionSpec
+    rank: jax.Array
+
+    def source(self, number) -> jax.Array:
+        """Whose keys are here in a round."""
+        parts = jnp.int32(self.ring.layout.parts)
+        return lax.rem(self.rank - number + parts, parts)
+
+    def call(self, number, pair: jax.Array) -> tuple[Problem, tuple]:
+        """Problem and arrays of a round, without a sink."""
+        source = self.source(number)
+
+        def of_source(x: Named) -> Named:
+            if _DEVICES not in x.axes:
+                return x
+            value = lax.dynamic_index_in_dim(x.value, source, 0, keepdims=False)
+            return Named(value, x.axes[1:])
+
+        k, v = self.unpacked(pair)
+        spec = jax.tree.map(of_source, self.spec)
+        static = self.ring.problem
+        call = Call(self.q, k, v, spec, static.config, static.precision)
+        call = _round(call, self.ring.layout, self.rank, source)
+        problem = Problem.of(call, static.backend)
+        return problem, tuple(x.value for x in call.operands)
+
+    def packed(self, k: jax.Array, v: jax.Array) -> jax.Array:
+        """What belongs to keys and to values as one array, that travels at once."""
+        return jnp.concatenate([k, v], axis=-1)
+
+    def unpacked(self, pair: jax.Array) -> tuple[Named, Named]:
+        k, v = jnp.split(pair, [self.k.shape[-1]], axis=-1)
+        return Named(k, self.k.axes), Named(v, self.v.axes)
+
+    def run(self, turn: Callable, carry):
+        """`carry = turn(number, carry)` for all rounds but the first and the last."""
+        last = self.ring.layout.parts - 1
+        if last < _UNROLLED:
+            for number in range(1, last):
+                carry = turn(jnp.int32(number), carry)
+            return carry
+        # Of Python integers `fori_loop` makes an int64 under x64.
+        return lax.fori_loop(np.int32(1), np.int32(last), turn, carry)
+
+
+def _forward(ring: _Ring, arrays) -> tuple[jax.Array, jax.Array]:
+    rounds = ring.rounds(arrays)
+    parts, shift = ring.layout.parts, ring.layout.shifted
+    merge = functools.partial(_merged, ring.result_axes(arrays))
+
+    def part(number, pair):
+        return _operation.forward(*rounds.call(number, pair))
+
+    def turn(number, carry):
+        pair, state = carry
+        following = shift(pair)
+        state = merge(state, part(number, pair))
+        return lax.optimization_barrier((following, state))
+
+    pair = rounds.packed(rounds.k.value, rounds.v.value)
+    first = shift(pair), part(jnp.int32(0), pair)
+    pair, state = rounds.run(turn, lax.optimization_barrier(first))
+    o, lse = merge(state, part(jnp.int32(parts - 1), pair), sink=rounds.spec.sink)
+    return o.astype(rounds.v.dtype), lse
+
+
+def _merged(axes: list[Axes], *parts, sink: Named | None = None):
+    """Output and lse, with these axes, of results over disjoint keys."""
+    of_o, of_lse = axes
+    rows = tuple(a for a in of_o if a != "d")
+    outputs, logs = zip(*parts, strict=True)
+    o = jnp.stack([Named(x, of_o).to((*rows, "d")) for x in outputs])
+    lse = jnp.stack([Named(x, of_lse).to(rows) for x in logs])
+    o, lse = flash2.merge(o, lse, None if sink is None else sink.to(rows))
+    return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
+    """Gradients of the operands that are differentiable, in order.
+
+    A `custom_jvp` so that nobody differentiates it: o and lse are taken as they are,
+    though they depend on the operands.
+    """
+    parts, shift = ring.layout.parts, ring.layout.shifted
+    # Else XLA makes one of the forward's permutations and those here, and all keys
+    # would be kept in between.
+    arrays, do = lax.optimization_barrier((arrays, do))
+    rounds = ring.rounds(arrays)
+    leaves = [x for x in jax.tree.leaves(rounds.spec) if is_differentiable(x)]
+    sink = rounds.spec.sink
+    leaves = [x for x in leaves if x is not sink]
+
+    def gradients(number, pair, sums):
+        """Of dq and what goes with the queries; of keys and values, packed."""
+        problem, values = rounds.call(number, pair)
+        dq, dk, dv, *others = _operation.backward(problem, values, o, lse, do, dlse)
+        new = [dq]
+        for x, total, more in zip(leaves, sums[1:], others, strict=True):
+            if _DEVICES in x.axes:
+                source = rounds.source(number)
+                new.append(lax.dynamic_update_index_in_dim(total, more, source, 0))
+            else:
+                new.append(total + more)
+        return [sums[0] + dq, *new[1:]], rounds.packed(dk, dv)
+
+    def arrived(following, sums, grads, more):
+        """dk and dv of the keys that are here, from the device that had them before.
+
+        They set off when dq is made, beside the kernel that makes dk and dv.
+        """
+        grads, sums, following = lax.optimization_barrier((grads, sums, following))
+        return following, sums, shift(grads) + more
+
+    def turn(number, carry):
+        pair, sums, grads = carry
+        following = shift(pair)
+        sums, more = gradients(number, pair, sums)
+        following, sums, grads = arrived(following, sums, grads, more)
+        return lax.optimization_barrier((following, sums, grads))
+
+    wide = functools.partial(jnp.promote_types, jnp.float32)
+    sums = [jnp.zeros_like(x.value, wide(x.dtype)) for x in (rounds.q, *leaves)]
+    pair = rounds.packed(rounds.k.value, rounds.v.value)
+    following = shift(pair)
+    sums, grads = gradients(jnp.int32(0), pair, sums)
+    carry = lax.optimization_barrier((following, sums, grads))
+    pair, sums, grads = rounds.run(turn, carry)
+    sums, more = gradients(jnp.int32(parts - 1), pair, sums)
+    _, sums, grads = arrived(pair, sums, grads, more)
+    dk, dv = rounds.unpacked(shift(grads))
+    dq, *others = sums
+    totals = (
+        ring.layout.total(total) if _DEVICES in x.axes else total
+        for x, total in zip(leaves, others, strict=True)
+    )
+    found = [dq, dk.value, dv.value, *totals]
+    if sink is not None:
+        axes = ring.result_axes(arrays) * 2
+        saved = list(map(Named, (o, lse, do, dlse), axes))
+        found.append(passes.of_sink(sink, saved[1], passes.delta(*saved), sink))
+    return tuple(found)
+
+
+@_backward.defjvp
+def _no_second_derivative(ring, primals, tangents):
+    del ring, primals, tangents
+    raise NotImplementedError(
+        "attention with Context(method='ring') has no second derivatives: pass "
+        "Context(method='gather') or Context(method='heads')"
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: _Ring, arrays) -> tuple[jax.Array, jax.Array]:
+    return _forward(ring, arrays)
+
+
+def _ring_forward(ring: _Ring, arrays):
+    o, lse = _operation.to_save(*_forward(ring, arrays))
+    return (o, lse), (arrays, o, lse)
+
+
+def _ring_backward(ring: _Ring, saved, cotangents):
+    arrays, o, lse = saved
+    gradients = iter(_backward(ring, arrays, o, lse, *cotangents))
+    return (
+        tuple(
+            next(gradients).astype(x.dtype) if is_differentiable(x) else None
+            for x in arrays
+        ),
+    )
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
