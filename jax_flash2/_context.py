@@ -66,7 +66,7 @@ def attend(
         found = _vjp.run(_whole(local.call), implementation)
     else:
         found = attend(local.call, implementation, step.rest)
-    axes = (x.axes for x in result_structs(local.call))
+    axes = (x.axes for x in result_structs(_whole(local.call)))
     o, lse = (local.finish(Named(x, a)) for x, a in zip(found, axes, strict=True))
     return o.value, lse.value
 

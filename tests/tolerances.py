@@ -18,6 +18,7 @@ p * delta.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,12 @@ GRADIENT = (3.0, 4.0)
 HEADS = {"lse": -1, "bias": -3, "alibi_slopes": -1, "sinks": -1, "scale": None}
 
 
-def evaluate(arrays, cotangents, arguments) -> Results:
-    """`attention` and its gradients, in one compiled program, as float64 arrays."""
+def evaluate(arrays, cotangents, arguments, call: Callable = attention) -> Results:
+    """A call and its gradients, in one compiled program, as float64 arrays.
+
+    Args:
+      call: `attention`, or what is called like it (hashable).
+    """
     inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
     data, static = {}, {}
     for name, x in arguments.items():
@@ -51,12 +56,12 @@ def evaluate(arrays, cotangents, arguments) -> Results:
     operands = inputs, cotangents, data
     leaves, tree = jax.tree.flatten(operands)
     kinds = tuple((x.shape, x.dtype) for x in leaves)
-    results = _program(frozenset(static.items()), (tree, kinds))(*operands)
+    results = _program(call, frozenset(static.items()), (tree, kinds))(*operands)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 
 @functools.lru_cache(maxsize=16)
-def _program(static: frozenset, kinds):
+def _program(function: Callable, static: frozenset, kinds):
     """Kept, so that other numbers of the same shapes are not compiled again.
 
     A program is for one kind of operands: all that is compiled is let go with it.
@@ -67,7 +72,7 @@ def _program(static: frozenset, kinds):
     @jax.jit
     def run(inputs, cotangents, data):
         def call(inputs):
-            return attention(**inputs, return_residual=True, **data, **options)
+            return function(**inputs, return_residual=True, **data, **options)
 
         (out, lse), vjp = jax.vjp(call, inputs)
         return {"out": out, "lse": lse, **vjp(cotangents)[0]}

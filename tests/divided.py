@@ -1,0 +1,96 @@
+"""A call whose rows are divided over simulated devices, called like `attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_flash2 import Context, attention, stripe, unstripe
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+    """`attention` on as many devices as the shape says, of which each has some rows.
+
+    Attributes:
+      context: of the call; its axes are the mesh's.
+      shape: of the mesh.
+      kind: of its axes, outside `shard_map`.
+      checked: whether `shard_map` checks what differs between devices.
+    """
+
+    context: Context
+    shape: tuple[int, ...]
+    kind: AxisType = AxisType.Auto
+    checked: bool = True
+
+    @property
+    def parts(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def mesh(self) -> Mesh:
+        devices = np.array(jax.devices()[: self.parts]).reshape(self.shape)
+        kinds = (self.kind,) * len(self.shape)
+        return Mesh(devices, self.context.axes, axis_types=kinds)
+
+    def striped(self, x, axis: int):
+        if self.context.stripe is None:
+            return x
+        return stripe(x, self.parts, self.context.stripe, axis)
+
+    def unstriped(self, x, axis: int):
+        if self.context.stripe is None:
+            return x
+        return unstripe(x, self.parts, self.context.stripe, axis)
+
+    def __call__(self, query, key, value, return_residual=False, **arguments):
+        given = {"query": query, "key": key, "value": value, **arguments}
+        arrays = {
+            n: x for n, x in given.items() if isinstance(x, np.ndarray | jax.Array)
+        }
+        static = {n: x for n, x in given.items() if n not in arrays}
+        axes = {n: _axis_of_rows(n, x.shape) for n, x in arrays.items()}
+
+        def spec(axis: int | None) -> P:
+            if axis is None:
+                return P()
+            return P(*[None] * axis, self.context.axes)
+
+        def call(arrays):
+            return attention(
+                **arrays, **static, context=self.context, return_residual=True
+            )
+
+        rows = axes["query"]
+        on_devices = jax.shard_map(
+            call,
+            mesh=self.mesh,
+            in_specs=({n: spec(axis) for n, axis in axes.items()},),
+            out_specs=(spec(rows), spec(rows)),
+            check_vma=self.checked,
+        )
+        striped = {
+            n: x if axes[n] is None else self.striped(x, axes[n])
+            for n, x in arrays.items()
+        }
+        out, lse = (self.unstriped(x, rows) for x in on_devices(striped))
+        return (out, lse) if return_residual else out
+
+
+def _axis_of_rows(name: str, shape: tuple[int, ...]) -> int | None:
+    """The axis of an argument that is divided; its keys are whole beside query rows."""
+    last = len(shape)
+    if name in ("query", "key", "value"):
+        return last - 3
+    if name.endswith("segment_ids"):
+        return last - 1
+    if name in ("bias", "mask"):
+        sizes = (1, 1, *shape)[-2:]
+        return next((last - 2 + i for i in (0, 1) if sizes[i] > 1), None)
+    return None

@@ -1,0 +1,127 @@
+"""Rows divided over devices: every feature, method and layout means what it does."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jax_flash2 import Context
+from tests import tolerances
+from tests.cases import BACKENDS, FEATURES, ON_GPU, Case, by_name, pairwise
+from tests.divided import Divided
+from tests.tiers import deep, deeply
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+
+STRIPE = 16
+# Devices, and the rows of each: some have rows that no key of a length is left for.
+PARTS = {1: 48, 2: 48, 3: 32, 8: 32}
+METHODS = ("ring", "gather", "heads", "halo")
+LAYOUTS = (None, STRIPE)
+
+
+def on(parts: int) -> int:
+    return min(parts, jax.device_count())
+
+
+def sized(case: Case, parts: int, method: str) -> Case:
+    """The case with whole stripes on each device, and heads that devices divide."""
+    rows = PARTS[parts]
+    keys = rows if case.t == case.s or method == "halo" else rows + STRIPE
+    case = dataclasses.replace(case, t=parts * rows, s=parts * keys)
+    if method == "heads":
+        case = dataclasses.replace(case, n=case.n * parts, k=case.k * parts)
+    return case
+
+
+def serves(case: Case, method: str, layout: int | None) -> bool:
+    """Whether the method is for such a call."""
+    if method == "ring":
+        return not (case.has("mask") or case.has("bias"))
+    if method != "halo":
+        return True
+    _, arguments = case.inputs(jnp.float32)
+    window = arguments.get("local_window_size")
+    if window is None or arguments.get("query_offset") is not None or "bias" in arguments:
+        return False
+    causal = arguments.get("is_causal", False)
+    before, after = window
+    fits = before is not None and (causal or after is not None) and "mask" not in arguments
+    return fits and (layout is None or (causal and before <= STRIPE))
+
+
+def alone() -> list[Case]:
+    """Each feature by itself, with what it needs to be asked for."""
+    cases = [Case(name, feature.typical, n=4) for name, feature in FEATURES.items()]
+    return [
+        *cases,
+        *map(by_name, ("causal_more_queries", "bias_keys", "mask_keys", "alibi_batch")),
+        *map(by_name, ("bias_rows", "mask_rows_heads", "lengths_causal", "scale_data")),
+        by_name("sinks_empty_rows"),
+        Case("short_window", lambda rng, case: SHORT_WINDOW, n=4),
+        Case("short_window_segments", _short_window_and_segments, n=4),
+    ]
+
+
+SHORT_WINDOW = {"is_causal": True, "local_window_size": (13, None)}
+
+
+def _short_window_and_segments(rng, case: Case) -> dict:
+    parts = ("segments", "alibi", "sinks", "dropout", "lengths")
+    made = [FEATURES[name].typical(rng, case) for name in parts]
+    return {**SHORT_WINDOW, **{k: x for part in made for k, x in part.items()}}
+
+
+def combinations() -> list:
+    """Each case with each method that serves it, on one number of devices after the
+    other and in one layout after the other; in the first tier those of some cases.
+    """
+    found, turn = [], itertools.count()
+    shallow = {"pairwise_1", "lengths", "short_window_segments", "causal_more_queries"}
+    for case in [*alone(), *pairwise()]:
+        for method in METHODS:
+            number = next(turn)
+            layouts = [x for x in LAYOUTS if serves(case, method, x)]
+            for layout, parts in itertools.product(layouts, PARTS):
+                label = f"{case.name}-{method}-{layout or 'runs'}-{parts}"
+                chosen = list(PARTS)[(number + (layout is None)) % len(PARTS)]
+                if parts != chosen:
+                    continue
+                marks = () if case.name in shallow and parts > 1 else deep
+                values = case, method, layout, parts
+                found.append(pytest.param(*values, id=label, marks=marks))
+    return found
+
+
+def _wide(x):
+    """In float64, if it is an array of numbers with a fraction."""
+    floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x, jnp.float64) if floating else x
+
+
+@pytest.mark.parametrize(("case", "method", "layout", "parts"), combinations())
+def test_one_result_for_any_number_of_devices(case, method, layout, parts):
+    """In float64, output, log-sum-exp and every gradient; so dropout has its bits."""
+    case = sized(case, parts, method)
+    if parts > jax.device_count():
+        pytest.skip(f"{parts} devices")
+    call = Divided(Context("x", layout, method), (parts,))
+    with jax.enable_x64(True):
+        arrays, arguments = case.inputs(jnp.float64)
+        arguments = {n: _wide(x) for n, x in arguments.items()}
+        cotangents = tolerances.cotangents_for(case, jnp.float64)
+        cotangents = tuple(map(_wide, cotangents))
+        exact = tolerances.exact(arrays, cotangents, arguments)
+        options = {**arguments, "implementation": "xla"}
+        actual = tolerances.evaluate(arrays, cotangents, options, call)
+    for name, x in actual.items():
+        expected = exact[name]
+        size = np.max(np.abs(expected), initial=1.0, where=np.isfinite(expected))
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.isfinite(x), finite, err_msg=name)
+        error = np.abs(np.where(finite, x, 0.0) - np.where(finite, expected, 0.0))
+        assert error.max(initial=0.0) < 1e-11 * size, name
