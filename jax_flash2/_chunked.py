@@ -35,7 +35,6 @@ from pallas_kernels.core.axes import (
 )
 from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.pairs import Pairs, Recomputed
-from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
 # Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
@@ -251,7 +250,7 @@ class _Plan:
         In one order: by query block, and for each by key block.
         """
         count_q, count_kv = self.count("t"), self.count("s")
-        if count_q == count_kv == 1:
+        if count_q == count_kv == 1 and not spec.is_part:
             return visit({"t": 0, "s": 0}, state)
 
         def visit_at(i, j, state):
@@ -281,25 +280,27 @@ class _Plan:
             """Over all of the batch, for each query block or for all alike."""
             return x if isinstance(x, int) else reduce(x, tuple(range(x.ndim - 1)))
 
-        # A query block that needs nothing visits one block in vain.
-        first = minimum(of_all(needed.need_lo, jnp.min), count_kv - 1)
-        end = of_all(needed.need_hi, jnp.max)
-
         def of(bounds, i):
-            if isinstance(bounds, int):
-                return np.int32(bounds)
-            bounds = jnp.broadcast_to(bounds, lo.shape)
+            bounds = jnp.broadcast_to(jnp.asarray(bounds, jnp.int32), lo.shape)
             return lax.dynamic_index_in_dim(bounds, i, keepdims=False, **_COUNTED)
 
+        first, end = of_all(needed.need_lo, jnp.min), of_all(needed.need_hi, jnp.max)
+        # Query blocks that need something, first: what others do not need may be NaN.
+        visited = jnp.broadcast_to(end > first, lo.shape)
+        order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
+        count = jnp.sum(visited, dtype=jnp.int32)
+
         def body(carry):
-            i, j, state = carry
+            number, j, state = carry
+            i = of(order, number)
             state = visit_at(i, j, state)
             is_last = j + 1 >= of(end, i)
-            i = i + is_last.astype(jnp.int32)
-            return i, jnp.where(is_last, of(first, i), j + 1), state
+            number = number + is_last.astype(jnp.int32)
+            j = jnp.where(is_last, of(first, of(order, number)), j + 1)
+            return number, j, state
 
-        start = np.int32(0), of(first, 0), state
-        return lax.while_loop(lambda carry: carry[0] < count_q, body, start)[-1]
+        carry = np.int32(0), of(first, of(order, 0)), state
+        return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
         """`x` without padding, with the axes and dtype of `out`, summed over others."""

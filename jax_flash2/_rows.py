@@ -125,7 +125,14 @@ def stripe(x, parts: int, size: int = STRIPE, axis: int = 1):
 
 
 def unstripe(x, parts: int, size: int = STRIPE, axis: int = 1):
-    """The inverse of `stripe`, with the same arguments."""
+    """The inverse of `stripe`, with the same arguments.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_flash2 import unstripe
+      >>> unstripe(np.array([0, 1, 4, 5, 2, 3, 6, 7]), parts=2, size=2, axis=0)
+      array([0, 1, 2, 3, 4, 5, 6, 7])
+    """
     return _reordered(x, parts, size, axis, lambda n: (parts, n))
 
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from jax_flash2 import Context
 from tests import tolerances
-from tests.cases import BACKENDS, FEATURES, ON_GPU, Case, by_name, pairwise
+from tests.cases import BACKENDS, FEATURES, Arguments, Case, by_name, pairwise
 from tests.divided import Divided
 from tests.tiers import deep, deeply
 
@@ -35,22 +34,36 @@ def sized(case: Case, parts: int, method: str) -> Case:
     case = dataclasses.replace(case, t=parts * rows, s=parts * keys)
     if method == "heads":
         case = dataclasses.replace(case, n=case.n * parts, k=case.k * parts)
+    if method in ("ring", "halo"):
+        case = dataclasses.replace(case, arguments=_without_pairs(case.arguments))
     return case
+
+
+def _without_pairs(arguments: Arguments) -> Arguments:
+    """A bias or mask of keys in place of one of pairs."""
+
+    def made(rng, case: Case) -> dict:
+        given = arguments(rng, case)
+        pairs = {n: x for n, x in given.items() if n in ("bias", "mask") and x.ndim > 1}
+        of_keys = {n: x[..., :1, :] for n, x in pairs.items() if x.shape[-1] > 1}
+        return {**given, **of_keys}
+
+    return made
 
 
 def serves(case: Case, method: str, layout: int | None) -> bool:
     """Whether the method is for such a call."""
-    if method == "ring":
-        return not (case.has("mask") or case.has("bias"))
     if method != "halo":
         return True
     _, arguments = case.inputs(jnp.float32)
-    window = arguments.get("local_window_size")
-    if window is None or arguments.get("query_offset") is not None or "bias" in arguments:
+    window, offset = (
+        arguments.get(name) for name in ("local_window_size", "query_offset")
+    )
+    if window is None or offset is not None:
         return False
-    causal = arguments.get("is_causal", False)
     before, after = window
-    fits = before is not None and (causal or after is not None) and "mask" not in arguments
+    causal = arguments.get("is_causal", False)
+    fits = before is not None and (causal or after is not None)
     return fits and (layout is None or (causal and before <= STRIPE))
 
 
@@ -125,3 +138,43 @@ def test_one_result_for_any_number_of_devices(case, method, layout, parts):
         np.testing.assert_array_equal(np.isfinite(x), finite, err_msg=name)
         error = np.abs(np.where(finite, x, 0.0) - np.where(finite, expected, 0.0))
         assert error.max(initial=0.0) < 1e-11 * size, name
+
+
+def _served(*words: str) -> list[Case]:
+    return [x for x in [*alone(), *pairwise()] if x.name in words]
+
+
+KERNELS = [
+    *itertools.product(_served("short_window_segments"), ["ring"], [STRIPE], [2]),
+    *itertools.product(_served("pairwise_6"), ["ring"], [None], [3]),
+]
+MORE_KERNELS = [
+    *itertools.product(_served("short_window_segments"), METHODS, LAYOUTS, [2]),
+    *itertools.product(_served("lengths", "segments"), ["ring"], [STRIPE], [3]),
+    *itertools.product(_served("pairwise_0"), ["ring"], [None], [3]),
+    *itertools.product(_served("pairwise_5"), ["gather"], [STRIPE], [3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "method", "layout", "parts", "dtype"),
+    [
+        *((*x, "float32") for x in KERNELS),
+        *deeply(*((*x, "bfloat16") for x in MORE_KERNELS)),
+    ],
+)
+def test_kernels_keep_the_error_rule(
+    case, method, layout, parts, dtype, record_property
+):
+    parts = min(parts, jax.device_count())
+    case = sized(case, parts, method)
+    arrays, arguments = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
+    exact = tolerances.exact(arrays, cotangents, arguments)
+    plain = tolerances.plain(arrays, cotangents, arguments)
+    call = Divided(Context("x", layout, method), (parts,))
+    options = {**arguments, **BACKENDS["triton"]}
+    actual = tolerances.evaluate(arrays, cotangents, options, call)
+    found = tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
+    worst = float(max(found.values(), default=0.0))
+    record_property("share of the allowed error", worst)

@@ -1,0 +1,427 @@
+"""Divided rows under JAX's transformations; what is refused; what `explain` says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_flash2 import (
+    LSE_NAME,
+    OUTPUT_NAME,
+    Context,
+    attention,
+    explain,
+    stripe,
+    stripe_positions,
+    unstripe,
+)
+from tests.cases import BACKENDS, INTERPRETED, ON_GPU
+from tests.divided import Divided
+from tests.tiers import deeply
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
+
+RING = Divided(Context("x", 16, "ring"), (4,))
+GATHER = Divided(Context("x", 16, "gather"), (4,))
+HEADS = Divided(Context("x", 16, "heads"), (4,))
+XLA = {"implementation": "xla"}
+
+
+def operands(rows=128, heads=4, dtype=jnp.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (2, rows, heads, 8)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(3))
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def close(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-11)
+
+
+def loss(call, **options):
+    """(query, key, value) -> a number."""
+
+    def run(*arrays):
+        out, lse = call(*arrays, is_causal=True, return_residual=True, **XLA, **options)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    return run
+
+
+def gradients(call, **options):
+    return jax.jit(jax.grad(loss(call, **options), (0, 1, 2)))
+
+
+# Layouts.
+
+
+def test_stripes_are_undone():
+    x = np.arange(2 * 96 * 3).reshape(2, 96, 3)
+    for parts, size in ((2, 16), (3, 8), (1, 96), (6, 1)):
+        striped = stripe(x, parts, size)
+        assert isinstance(striped, np.ndarray)
+        np.testing.assert_array_equal(unstripe(striped, parts, size), x)
+        positions = stripe_positions(96, parts, size)
+        np.testing.assert_array_equal(striped, x[:, positions])
+    first = stripe_positions(12, 2, 3)[:6]
+    np.testing.assert_array_equal(first, [0, 1, 2, 6, 7, 8])
+    jitted = jax.jit(functools.partial(stripe, parts=2, size=16))
+    np.testing.assert_array_equal(jitted(x), stripe(x, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"parts": 5, "size": 16}, ValueError, r"multiple of parts \* size = 80 rows"),
+        ({"parts": 0}, ValueError, "parts must be at least 1, got 0"),
+        ({"parts": 2, "size": 1.5}, TypeError, "size must be an int, got float"),
+        ({"parts": 2, "axis": 3}, ValueError, "axis must be an axis of x"),
+    ],
+)
+def test_wrong_stripes(arguments, error, words):
+    with pytest.raises(error, match=words):
+        stripe(np.zeros((2, 96, 3)), **arguments)
+
+
+# Transformations.
+
+
+@pytest.mark.parametrize("call", [RING, *deeply(GATHER, HEADS)])
+def test_vmap_over_heads_around_it(call, x64):
+    """As over the whole call: devices exchange rows of all that is mapped over."""
+    arrays = operands(heads=8)
+    whole = gradients(attention)(*arrays)
+
+    def one(*heads):
+        return gradients(call)(*heads)
+
+    apart = [x.reshape(2, 128, 2, 4, 8) for x in arrays]
+    mapped = jax.vmap(one, in_axes=2, out_axes=2)(*apart)
+    close([x.reshape(2, 128, 8, 8) for x in mapped], whole)
+
+
+def test_types_need_not_be_checked(x64):
+    """`shard_map(check_vma=False)` sums gradients of what devices share by itself."""
+    sinks = jnp.linspace(-1, 1, 4, dtype=jnp.float64)
+
+    def run(call):
+        def of_sinks(sinks, *arrays):
+            return loss(call, sinks=sinks)(*arrays)
+
+        return jax.jit(jax.grad(of_sinks, (0, 1, 2, 3)))(sinks, *operands())
+
+    unchecked = Divided(RING.context, (4,), checked=False)
+    close(run(unchecked), run(attention))
+
+
+@pytest.mark.parametrize("stripes", [None, 16])
+def test_two_axes(stripes, x64):
+    """Between hosts a ring; within a host heads are divided, if they can be."""
+    arrays, heads = operands(), []
+    for method in (None, "ring", "gather"):
+        context = Context(("hosts", "gpus"), stripes, method)
+        close(
+            gradients(Divided(context, (2, 2)))(*arrays), gradients(attention)(*arrays)
+        )
+        text = str(jax.make_jaxpr(Divided(context, (2, 2)))(*arrays))
+        heads.append("all_to_all" in text)
+    assert heads == [True, False, True]
+
+
+def test_pmap(x64):
+    arrays = operands()
+    call = jax.pmap(
+        functools.partial(attention, context=Context("x", None, "ring"), **XLA),
+        axis_name="x",
+        in_axes=1,
+        out_axes=1,
+    )
+    apart = [x.reshape(2, 4, 32, 4, 8) for x in arrays]
+    close(call(*apart).reshape(2, 128, 4, 8), attention(*arrays, **XLA))
+
+
+def test_one_device_is_the_plain_call(x64):
+    arrays = operands()
+    call = Divided(Context("x", 16), (1,))
+    text = str(jax.make_jaxpr(call)(*arrays))
+    assert "ppermute" not in text
+    assert "all_to_all" not in text
+    close(gradients(call)(*arrays), gradients(attention)(*arrays))
+
+
+def layers(call, remat=None):
+    """A loss of two layers, one after the other."""
+
+    def run(*arrays):
+        def layer(x, _):
+            out = call(x, *arrays[1:], is_causal=True, **XLA)
+            return x + jnp.sin(out), None
+
+        body = layer if remat is None else jax.checkpoint(layer, policy=remat)
+        x, _ = jax.lax.scan(body, arrays[0], None, length=2)
+        return jnp.sum(x**2)
+
+    return jax.grad(run, (0, 1, 2))
+
+
+SAVED = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)
+
+
+@pytest.mark.parametrize("remat", [None, SAVED])
+def test_scan_over_layers(remat, x64):
+    arrays = operands()
+    close(jax.jit(layers(RING, remat))(*arrays), jax.jit(layers(attention))(*arrays))
+
+
+def test_remat_runs_no_ring_again():
+    """With the names saved there is one forward ring and one backward."""
+    arrays = operands(dtype=jnp.float32)
+
+    def permutations(policy):
+        text = str(jax.make_jaxpr(layers(RING, policy))(*arrays))
+        return text.count("ppermute[")
+
+    rounds = RING.parts - 1
+    assert permutations(SAVED) == rounds + 2 * rounds + 1
+    assert permutations(None) == permutations(SAVED)
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert permutations(nothing) == 2 * rounds + 2 * rounds + 1
+
+
+# Second derivatives.
+
+
+def curvature(call):
+    """The gradient of the size of the gradient."""
+
+    def size(*arrays):
+        found = jax.grad(loss(call), (0, 1, 2))(*arrays)
+        return sum(jnp.sum(jnp.sin(x)) for x in found)
+
+    return jax.grad(size, (0, 1, 2))
+
+
+@pytest.mark.parametrize("call", [GATHER, *deeply(HEADS)])
+def test_second_derivatives(call, x64):
+    arrays = operands(rows=64)
+    close(jax.jit(curvature(call))(*arrays), jax.jit(curvature(attention))(*arrays))
+
+
+@pytest.mark.parametrize("call", [GATHER, *deeply(HEADS)])
+def test_forward_mode(call, x64):
+    arrays = operands(rows=64)
+    along = operands(rows=64, seed=1)
+    results = [jax.jvp(loss(f), arrays, along) for f in (call, attention)]
+    close(*results)
+
+
+def test_a_ring_has_no_second_derivative():
+    """Nor a wrong one: what its backward is given depends on the operands."""
+    arrays = operands(rows=64, dtype=jnp.float32)
+    for function in (curvature(RING), jax.jit(curvature(RING))):
+        with pytest.raises(NotImplementedError, match="method='gather'"):
+            function(*arrays)
+
+    def over(x):
+        return jax.jvp(jax.grad(lambda x: loss(RING)(x, *arrays[1:])), (x,), (x,))
+
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        over(arrays[0])
+
+
+def test_a_ring_has_no_forward_mode():
+    arrays = operands(rows=64, dtype=jnp.float32)
+    along = jax.jit(lambda *x: jax.jvp(loss(RING), x, x))
+    with pytest.raises(TypeError, match="forward-mode"):
+        along(*arrays)
+
+
+# What lies in keys that a query may not look at.
+
+
+@pytest.mark.parametrize("call", [RING, *deeply(GATHER)])
+@pytest.mark.parametrize("backend", ["xla", *deeply("triton")])
+def test_nan_stays_in_its_document(call, backend):
+    """Not a bit of other documents changes, on whatever device they are."""
+    documents = np.repeat(np.arange(4, dtype=np.int32), 32)
+    ids = np.broadcast_to(documents, (2, 128))
+    q, k, v = operands(dtype=jnp.float32)
+    poison = jnp.where((ids == 1)[..., None, None], jnp.nan, 0.0)
+    others = documents != 1
+    options = BACKENDS["triton"] if backend == "triton" else XLA
+    options = {**options, "config": None if ON_GPU else INTERPRETED}
+
+    @jax.jit
+    def run(k, v):
+        def one(*arrays):
+            return call(*arrays, is_causal=True, query_segment_ids=ids, **options)
+
+        out, vjp = jax.vjp(one, q, k, v)
+        return out, *vjp(jnp.ones_like(out) * others[None, :, None, None])
+
+    clean, poisoned = run(k, v), run(k + poison, v + poison)
+    for a, b in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(a[:, others], b[:, others])
+    assert np.isnan(poisoned[0][:, ~others]).any()
+
+
+def test_padding_beyond_a_length_is_never_touched():
+    q, k, v = operands(dtype=jnp.float32)
+    lengths = jnp.int32([50, 90])
+    padding = jnp.arange(128) >= lengths[:, None]
+    poison = jnp.where(padding[..., None, None], jnp.nan, 0.0)
+    run = gradients(RING, key_value_seq_lengths=lengths)
+    clean, poisoned = run(q, k, v), run(q, k + poison, v + poison)
+    for a, b in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_same_bits_every_time():
+    run, arrays = gradients(RING), operands(dtype=jnp.float32)
+    for a, b in zip(run(*arrays), run(*arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# What is refused.
+
+
+def refused(call: Divided, error=ValueError, rows=128, heads=4, arrays=(), **options):
+    """The message for a call."""
+    made = operands(rows=rows, heads=heads, dtype=jnp.float32)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(functools.partial(call, **XLA, **options), *made)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "words"),
+    [
+        ({"axis": 3}, TypeError, "Context.axis must be the name of a mesh axis"),
+        ({"axis": ()}, TypeError, "Context.axis must be the name"),
+        ({"axis": ("a", "a")}, ValueError, "must name each axis once"),
+        ({"axis": "a", "stripe": 0}, ValueError, "stripe must be at least 1, got 0"),
+        ({"axis": "a", "stripe": 2.0}, TypeError, "stripe must be an int, got float"),
+        ({"axis": "a", "method": "rings"}, ValueError, r"got 'rings'"),
+    ],
+)
+def test_wrong_contexts(attributes, error, words):
+    with pytest.raises(error, match=words):
+        Context(**attributes)
+
+
+def test_context_is_a_context():
+    x = jnp.zeros((2, 16, 2, 8))
+    with pytest.raises(TypeError, match=r"context must be a jax_flash2\.Context"):
+        attention(x, x, x, context="x")
+
+
+def test_the_axis_is_manual():
+    x = jnp.zeros((2, 16, 2, 8))
+    with pytest.raises(ValueError, match="axis 'x' must be a manual mesh axis here"):
+        attention(x, x, x, context=Context("x"))
+
+
+def test_stripes_divide_rows():
+    def call(*arrays):
+        return attention(*arrays, context=Context("x", 48))
+
+    rows = P(None, "x")
+    call = jax.shard_map(call, mesh=RING.mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(ValueError, match=r"stripe=48 must divide the rows of query"):
+        call(*operands(dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_query_and_keys_are_divided_alike(name):
+    def call(*arrays):
+        return attention(*arrays, context=Context("x", None))
+
+    rows, whole = P(None, "x"), P()
+    specs = (rows, whole, whole) if name == "query" else (whole, rows, rows)
+    call = jax.shard_map(call, mesh=RING.mesh, in_specs=specs, out_specs=P())
+    with pytest.raises(ValueError, match=rf"rows of {name} are divided along mesh"):
+        call(*operands(dtype=jnp.float32))
+
+
+def test_methods_that_cannot_serve_name_one_that_can():
+    mask = np.ones((128, 128), bool)
+    message = refused(RING, mask=mask)
+    assert "mask has an element for each pair of rows" in message
+    assert "method='gather' or method='heads' can" in message
+    message = refused(RING, bias=np.zeros((1, 1, 128, 128), np.float32))
+    assert "bias has a number for each pair of rows" in message
+    message = refused(HEADS, heads=2)
+    assert "4 devices do not divide 2 key/value heads" in message
+    halo = Divided(Context("x", 16, "halo"), (4,))
+    assert "however far" in refused(halo)
+    assert "must be causal and not longer" in refused(halo, local_window_size=(20, 0))
+    window = {"local_window_size": (9, 0), "query_offset": np.int32(3)}
+    assert "query_offset moves queries" in refused(halo, **window)
+    odd = Divided(Context("x", None, "ring"), (4,))
+    dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+    message = refused(odd, rows=96, **dropout)
+    assert "dropout needs multiples of 16 rows of a device, got 24" in message
+    assert "method='heads' can" in message
+
+
+def test_pairs_have_all_keys():
+    mask = np.ones((128, 32), bool)
+    message = refused(GATHER, mask=mask)
+    assert (
+        "mask with rows of queries must have the 128 keys of all 4 devices" in message
+    )
+
+
+# What is chosen.
+
+
+def explained(context: Context, rows: int, heads: int = 4, shape=(4,), **options):
+    struct = jax.ShapeDtypeStruct((1, rows, heads, 64), jnp.bfloat16)
+    texts = []
+
+    def call(q):
+        texts.append(explain(q, q, q, context=context, **options))
+        return q
+
+    mesh = Divided(context, shape).mesh
+    on_devices = jax.shard_map(
+        call, mesh=mesh, in_specs=P(None, context.axes), out_specs=P(None, context.axes)
+    )
+    jax.eval_shape(on_devices, struct)
+    return texts[0].splitlines()
+
+
+def test_explain_names_the_method():
+    first, second, *_ = explained(Context("x"), 16384, is_causal=True)
+    assert first == (
+        "context: ring, since queries may look at all rows (4 devices along 'x', "
+        "stripes of 256 rows)"
+    )
+    assert second.startswith("implementation: ")
+    few = explained(Context("x"), 4096, is_causal=True)[0]
+    assert few.startswith("context: gather, since 1024 key rows a device are few")
+    window = {"is_causal": True, "local_window_size": (100, 0)}
+    assert explained(Context("x", None), 16384, **window)[0].startswith("context: halo")
+    assert explained(Context("x"), 16384, **window)[0].startswith("context: halo")
+    long = {"is_causal": True, "local_window_size": (1000, 0)}
+    assert explained(Context("x"), 16384, **long)[0].startswith("context: ring")
+    mask = np.ones((1, 1, 1, 1), bool)
+    assert explained(Context("x"), 16384, mask=mask)[0].startswith("context: ring")
+    pairs = np.ones((4096, 16384), bool)
+    gathered = explained(Context("x"), 16384, mask=pairs)[0]
+    assert gathered.startswith("context: gather, since mask has an element for each")
+    two = explained(Context(("hosts", "gpus")), 16384, shape=(2, 2))
+    assert two[0].startswith("context: heads, since the last of several axes")
+    assert two[1].startswith("context: ring")
+    assert "stripes of 512 rows" in two[1]
+    assert explained(Context("x"), 256, shape=(1,))[0].startswith("context: none")
