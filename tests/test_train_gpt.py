@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from absl import app
+from absl import app, flags
 from absl.testing import flagsaver
 from flax import nnx
 
@@ -163,33 +163,30 @@ def test_a_striped_batch():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"context": "3"}, "--context=3: .* multiple of 16 . 3 = 48 rows, got 64"),
-        ({"context": "4", "seq_len": "72"}, "multiple of 16 . 4 = 64 rows, got 72"),
+        (["--context=3"], "--context=3: .* multiple of 16 . 3 = 48 rows, got 64"),
+        (["--context=4", "--seq_len=72"], "multiple of 16 . 4 = 64 rows, got 72"),
         (
-            {"context": "1000", "seq_len": "16000"},
+            ["--context=1000", "--seq_len=16000"],
             f"JAX has {jax.device_count()} devices, not 1000",
         ),
         (
-            {"context": "2", "attention": "reference"},
+            ["--context=2", "--attention=reference"],
             "--context=2 needs --attention=jax_flash2, got reference",
         ),
     ],
 )
 def test_wrong_contexts(given, message):
-    with (
-        flagsaver.as_parsed(preset="tiny", **given),
-        pytest.raises(app.UsageError, match=message),
-    ):
-        train_gpt.main(["train_gpt"])
+    with flagsaver.flagsaver(), pytest.raises(app.UsageError, match=message):
+        train_gpt.main(flags.FLAGS(["train_gpt", "--preset=tiny", *given]))
 
 
 @pytest.mark.deep
 def test_the_command(tmp_path):
     devices = min(2, jax.device_count())
     command = [sys.executable, "-W", "error", "-m", "benchmarks.train_gpt"]
-    flags = ["--preset=tiny", f"--context={devices}", f"--output_dir={tmp_path}"]
+    given = ["--preset=tiny", f"--context={devices}", f"--output_dir={tmp_path}"]
     done = subprocess.run(
-        [*command, *flags],
+        [*command, *given],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
