@@ -142,6 +142,25 @@ def test_losses_of_divided_rows(devices, method, segments, monkeypatch):
     )
 
 
+def test_gradients_of_divided_rows():
+    """Not the losses alone: Adam would hide a factor."""
+    devices = min(2, jax.device_count())
+    rows = DividedRows(devices, 48 * devices)
+    config = train_gpt.PRESETS["tiny"].model
+    model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
+    batch = text.pack([b"the first one" * 3, b"another" * 12], 48 * devices)
+
+    def loss_sum(model, batch, **options):
+        losses = jax.numpy.square(model(batch.tokens, batch.segment_ids, **options))
+        return (losses.mean(axis=-1) * batch.weights).sum()
+
+    actual = jax.jit(nnx.grad(rows.total(loss_sum)))(model, rows.striped(batch))
+    expected = jax.jit(nnx.grad(loss_sum))(model, batch)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        atol = RTOL["float32"] * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize(
     ("rows", "stripe"), [(1024, 256), (128, 128), (96, 32), (272, 16), (16, 16)]
 )
