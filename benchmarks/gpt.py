@@ -17,10 +17,11 @@ import jax_flash2
 
 # (q, k, v, segment_ids) -> out: q, k, v and out are [B, T, N, H], segment_ids is
 # int32 [B, T] or None. Causal; within a segment only, where there are segment ids.
+# That of jax_flash2 takes `context`, too, for rows that devices divide.
 AttentionFn = Callable[..., jax.Array]
 
 
-def _jax_flash2(q, k, v, segment_ids, *, implementation):
+def _jax_flash2(q, k, v, segment_ids, *, implementation, context=None):
     return jax_flash2.attention(
         q,
         k,
@@ -28,6 +29,7 @@ def _jax_flash2(q, k, v, segment_ids, *, implementation):
         is_causal=True,
         query_segment_ids=segment_ids,
         implementation=implementation,
+        context=context,
     )
 
 
@@ -74,15 +76,16 @@ class GPTConfig:
     dtype: str = "float32"
 
 
-def rotary(x: jax.Array) -> jax.Array:
+def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Turns each pair of features by an angle that grows with the position.
 
-    Feature pair i of position t turns by `t * 10000 ** (-2 i / H)`. Scores then
+    Feature pair i at position t turns by `t * 10000 ** (-2 i / H)`. Scores then
     depend on the distance of query and key alone, so positions need not start
     anew at each document of a packed row.
 
     Args:
       x: queries or keys, `[B, T, N, H]`, H even.
+      positions: of the rows, int32 `[T]`.
 
     Returns:
       The same shape and dtype; the angles and the products are in float32.
@@ -92,7 +95,7 @@ def rotary(x: jax.Array) -> jax.Array:
     """
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-jnp.arange(half) / half)
-    angle = jnp.arange(x.shape[1])[:, None] * frequency
+    angle = positions[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -100,7 +103,10 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): `[B, T, D]` to `[B, T, D]`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): `[B, T, D]` to `[B, T, D]`.
+
+    Called with positions `[T]`, segment ids and options of the attention.
+    """
 
     def __init__(self, config: GPTConfig, attention: AttentionFn, *, rngs: nnx.Rngs):
         width = config.width
@@ -121,14 +127,21 @@ class Block(nnx.Module):
         self.up = linear(width, 4 * width)
         self.down = linear(4 * width, width, kernel_init=residual_init)
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None,
+        **options,
+    ) -> jax.Array:
         batch, length, width = x.shape
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = (
             y.reshape(batch, length, self.num_heads, -1)
             for y in jnp.split(qkv, 3, axis=-1)
         )
-        o = self.attention(rotary(q), rotary(k), v, segment_ids)
+        q, k = rotary(q, positions), rotary(k, positions)
+        o = self.attention(q, k, v, segment_ids, **options)
         x = x + self.out(o.reshape(batch, length, width))
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
@@ -158,11 +171,25 @@ class GPT(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        **options,
     ) -> jax.Array:
+        """Logits.
+
+        Args:
+          tokens: int32 `[B, T]`.
+          segment_ids: int32 `[B, T]`, or None where tokens attend to all before them.
+          positions: of the tokens, int32 `[T]`. Default: 0, 1, 2 and so on.
+          options: keywords of the attention (`context`).
+        """
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, segment_ids)
+            x = block(x, positions, segment_ids, **options)
         return self.embed.attend(self.norm(x)).astype(jnp.float32)
 
 

@@ -3,12 +3,13 @@
     python -m benchmarks.train_gpt
     python -m benchmarks.train_gpt --attention=reference --steps=50
     python -m benchmarks.train_gpt --preset=gpt2_small --attention=cudnn
+    python -m benchmarks.train_gpt --seq_len=65536 --batch_size=1 --context=4
 
 Without flags: the preset `cpu`, or `gpt2_small` where JAX has a GPU. Prints a
 table, writes a plot and the loss of every step to `--output_dir`, and prints a
 sample of the model's own text. Two runs that differ in `--attention` alone see the
 same batches and the same initial parameters, so their losses can be compared step
-by step.
+by step. So can those of `--context=N`, which divides every sequence over N devices.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from benchmarks import gpt, report, text
+from benchmarks.divided_rows import DividedRows
 
 # Losses are fetched once in so many steps: fetching waits for the device.
 FETCH_EVERY = 10
@@ -134,9 +136,12 @@ def _optimizer(preset: Preset) -> optax.GradientTransformation:
     )
 
 
-def _loss_sum(model: gpt.GPT, batch: text.Batch) -> jax.Array:
-    """Sum over the batch of weight times cross-entropy, in nats."""
-    logits = model(batch.tokens, batch.segment_ids)
+def _loss_sum(model: gpt.GPT, batch: text.Batch, **options) -> jax.Array:
+    """Sum over the batch of weight times cross-entropy, in nats.
+
+    `options` are for the model: see `gpt.GPT.__call__`.
+    """
+    logits = model(batch.tokens, batch.segment_ids, **options)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
     return (losses * batch.weights).sum()
 
@@ -147,6 +152,7 @@ def train(
     attention: str = "jax_flash2",
     segments: bool = True,
     seed: int = 0,
+    rows: DividedRows | None = None,
     progress: bool = False,
 ) -> Result:
     """Trains a GPT from scratch.
@@ -158,6 +164,8 @@ def train(
         the targets in another document than their token; False trains on the
         stream of all documents, with plain causal attention.
       seed: of the initial parameters and of the order of the text.
+      rows: how devices divide the rows of every batch, for the attention
+        "jax_flash2"; None trains on one device.
       progress: True shows a progress bar.
 
     Returns:
@@ -178,13 +186,17 @@ def train(
     num_params = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     # A jax.jit over the split state: nnx.jit would walk both objects every step.
     graph, state = nnx.split((model, optimizer))
+    loss_sum = _loss_sum
+    if rows is not None:
+        source, held_out = map(rows.striped, source), rows.striped(held_out)
+        state, loss_sum = rows.replicated(state), rows.total(_loss_sum)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch):
         model, optimizer = nnx.merge(graph, state)
 
         def mean_loss(model):
-            return _loss_sum(model, batch) / jnp.maximum(batch.weights.sum(), 1)
+            return loss_sum(model, batch) / jnp.maximum(batch.weights.sum(), 1)
 
         loss, gradients = nnx.value_and_grad(mean_loss)(model)
         optimizer.update(model, gradients)
@@ -193,7 +205,7 @@ def train(
     @jax.jit
     def evaluate_batch(state, batch):
         model, _ = nnx.merge(graph, state)
-        return _loss_sum(model, batch)
+        return loss_sum(model, batch)
 
     def evaluate(state) -> float:
         starts = range(0, len(held_out.tokens), preset.batch_size)
@@ -262,6 +274,9 @@ _PACKING = flags.DEFINE_enum(
     ["segments", "stream"],
     "segments: attention stays inside a document; stream: plain causal attention.",
 )
+_CONTEXT = flags.DEFINE_integer(
+    "context", 1, "Devices that divide the rows of every sequence.", lower_bound=1
+)
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     None,
@@ -303,6 +318,21 @@ def _chosen_preset(name: str) -> Preset:
     return dataclasses.replace(preset, model=model, **given)
 
 
+def _chosen_rows(preset: Preset) -> DividedRows | None:
+    """How devices divide rows, by the flags; None on one device."""
+    if _CONTEXT.value == 1:
+        return None
+    if _ATTENTION.value != "jax_flash2":
+        raise app.UsageError(
+            f"--context={_CONTEXT.value} needs --attention=jax_flash2, got "
+            f"{_ATTENTION.value}."
+        )
+    try:
+        return DividedRows(_CONTEXT.value, preset.seq_len)
+    except ValueError as error:
+        raise app.UsageError(f"--context={_CONTEXT.value}: {error}.") from error
+
+
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
@@ -318,6 +348,7 @@ def main(argv):
         )
     if _ATTENTION.value == "cudnn" and preset.model.dtype == "float32":
         raise app.UsageError("--attention=cudnn has no float32; use --dtype=bfloat16.")
+    rows = _chosen_rows(preset)
 
     device = jax.local_devices()[0]
     train_texts, _ = text.documents()
@@ -328,6 +359,7 @@ def main(argv):
         "packing": _PACKING.value,
         "dtype": preset.model.dtype,
         "device": device.device_kind,
+        "context": "one device" if rows is None else str(rows),
         "batch": f"{preset.batch_size} x {preset.seq_len} bytes",
         "steps": preset.steps,
         "seed": _SEED.value,
@@ -340,6 +372,7 @@ def main(argv):
         attention=_ATTENTION.value,
         segments=_PACKING.value == "segments",
         seed=_SEED.value,
+        rows=rows,
         progress=True,
     )
 
@@ -361,9 +394,10 @@ def main(argv):
     print()
     report.print_table(outcome)
 
-    stem = Path(_OUTPUT_DIR.value) / "_".join(
-        ["train_gpt", name, _ATTENTION.value, _PACKING.value, preset.model.dtype]
-    )
+    parts = ["train_gpt", name, _ATTENTION.value, _PACKING.value, preset.model.dtype]
+    if rows is not None:
+        parts.append(f"context{rows.devices}")
+    stem = Path(_OUTPUT_DIR.value) / "_".join(parts)
     losses = {"losses": result.losses, "validation": result.validation}
     record = {
         "setting": setting,

@@ -119,6 +119,7 @@ def test_readme_sections():
         "Quick start",
         "In Flax",
         "Train a small language model",
+        "Sequences longer than one GPU",
         "Run the tests",
         "What it does",
         "How fast",

@@ -2,13 +2,20 @@
 
 import dataclasses
 import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from absl import app, flags
+from absl.testing import flagsaver
 from flax import nnx
 
 from benchmarks import gpt, text, train_gpt
+from benchmarks.divided_rows import DividedRows
 from tests.tiers import deeply
 
 # The losses of two correct attentions differ by rounding alone. A loss is a mean of
@@ -112,6 +119,106 @@ def test_losses_agree_with_reference(attention, dtype, segments):
     assert len(actual) == train_gpt.PRESETS["tiny"].steps
     np.testing.assert_allclose(actual, expected, rtol=RTOL[dtype], atol=0)
     assert actual[-1] < actual[0]
+
+
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize(
+    ("devices", "method"), [(2, "gather"), *deeply((4, "gather"), (4, "ring"))]
+)
+def test_losses_of_divided_rows(devices, method, segments, monkeypatch):
+    """They are those of one device; each device has three stripes."""
+    if method == "ring":  # which so few rows would not take
+        monkeypatch.setattr("jax_flash2._context._FEW_ROWS", 0)
+    devices = min(devices, jax.device_count())
+    preset = dataclasses.replace(train_gpt.PRESETS["tiny"], seq_len=48 * devices)
+    rows = DividedRows(devices, preset.seq_len)
+    assert rows.stripe == 16
+    actual = train_gpt.train(preset, segments=segments, rows=rows)
+    expected = train_gpt.train(preset, segments=segments)
+    rtol = RTOL["float32"]
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=rtol, atol=0)
+    np.testing.assert_allclose(
+        actual.validation, expected.validation, rtol=rtol, atol=0
+    )
+
+
+def test_gradients_of_divided_rows():
+    """Not the losses alone: Adam would hide a factor."""
+    devices = min(2, jax.device_count())
+    rows = DividedRows(devices, 48 * devices)
+    config = train_gpt.PRESETS["tiny"].model
+    model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
+    batch = text.pack([b"the first one" * 3, b"another" * 12], 48 * devices)
+
+    def loss_sum(model, batch, **options):
+        losses = jax.numpy.square(model(batch.tokens, batch.segment_ids, **options))
+        return (losses.mean(axis=-1) * batch.weights).sum()
+
+    actual = jax.jit(nnx.grad(rows.total(loss_sum)))(model, rows.striped(batch))
+    expected = jax.jit(nnx.grad(loss_sum))(model, batch)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        atol = RTOL["float32"] * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stripe"), [(1024, 256), (128, 128), (96, 32), (272, 16), (16, 16)]
+)
+def test_stripes_are_as_long_as_they_can_be(rows, stripe):
+    assert DividedRows(1, rows).stripe == stripe
+
+
+def test_a_striped_batch():
+    devices = min(2, jax.device_count())
+    packed = text.pack([b"abc" * 50, b"de" * 30], 48 * devices)
+    rows = DividedRows(devices, 48 * devices)
+    order = rows.striped(text.Batch(*(np.arange(48 * devices)[None],) * 4)).tokens[0]
+    if devices == 2:
+        assert order[::16].tolist() == [0, 32, 64, 16, 48, 80]
+    for actual, expected in zip(rows.striped(packed), packed, strict=True):
+        np.testing.assert_array_equal(actual, expected[:, order])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--context=3"], "--context=3: .* multiple of 16 . 3 = 48 rows, got 64"),
+        (["--context=4", "--seq_len=72"], "multiple of 16 . 4 = 64 rows, got 72"),
+        (
+            ["--context=1000", "--seq_len=16000"],
+            f"JAX has {jax.device_count()} devices, not 1000",
+        ),
+        (
+            ["--context=2", "--attention=reference"],
+            "--context=2 needs --attention=jax_flash2, got reference",
+        ),
+    ],
+)
+def test_wrong_contexts(given, message):
+    with flagsaver.flagsaver(), pytest.raises(app.UsageError, match=message):
+        train_gpt.main(flags.FLAGS(["train_gpt", "--preset=tiny", *given]))
+
+
+@pytest.mark.deep
+def test_the_command(tmp_path):
+    devices = min(2, jax.device_count())
+    command = [sys.executable, "-W", "error", "-m", "benchmarks.train_gpt"]
+    given = ["--preset=tiny", f"--context={devices}", f"--output_dir={tmp_path}"]
+    done = subprocess.run(
+        [*command, *given],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sample, after 'The following '" in done.stdout
+    (record,) = (json.loads(p.read_text()) for p in tmp_path.glob("*.json"))
+    context = record["setting"]["context"]
+    assert context == (
+        "2 devices, stripes of 32 rows" if devices == 2 else "one device"
+    )
+    assert context in done.stdout
+    assert len(record["losses"]) == train_gpt.PRESETS["tiny"].steps
 
 
 @pytest.mark.parametrize("attention", ["jax_flash2", *deeply("reference", "jax_nn")])
