@@ -293,11 +293,10 @@ class _Plan:
         def body(carry):
             number, j, state = carry
             i = of(order, number)
-            state = visit_at(i, j, state)
             is_last = j + 1 >= of(end, i)
             number = number + is_last.astype(jnp.int32)
-            j = jnp.where(is_last, of(first, of(order, number)), j + 1)
-            return number, j, state
+            following = jnp.where(is_last, of(first, of(order, number)), j + 1)
+            return number, following, visit_at(i, j, state)
 
         carry = np.int32(0), of(first, of(order, 0)), state
         return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]

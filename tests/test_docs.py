@@ -12,6 +12,8 @@ MODULES = (
     "jax_flash2",
     "jax_flash2._api",
     "jax_flash2._flax",
+    "jax_flash2._merge",
+    "jax_flash2._rows",
     "pallas_kernels.configs",
 )
 
