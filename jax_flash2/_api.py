@@ -247,11 +247,13 @@ def attention(
     Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
     """
     call = _checked(**locals())
-    if context is None:
-        out, lse = _vjp.run(call, implementation)
-    else:
+    if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
         out, lse = _context.attend(call, implementation, context)
+    elif (found := _context.on_mesh(_context.attend, call, implementation)) is not None:
+        out, lse = found
+    else:
+        out, lse = _vjp.run(call, implementation)
     if not return_residual:
         return out
     return out, lse if "n" not in call.size else jnp.swapaxes(lse, -1, -2)
@@ -377,9 +379,12 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         implementation, context = given["implementation"], given["context"]
         if context is not None:
             texts.append(_context.explain(call, implementation, context))
-            return
-        _sharding.explicit_division(call.operands)
-        texts.append(_backends.explain(implementation, call))
+        elif _context.on_mesh(divided, call, implementation) is None:
+            texts.append(_backends.explain(implementation, call))
+
+    def divided(call, implementation, context):
+        texts.append(_context.explain(call, implementation, context))
+        return _context.attend(call, implementation, context)
 
     jax.eval_shape(check, structs)
     return texts[0]

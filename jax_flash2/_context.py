@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash2 import _backends, _ring, _vjp
+from jax_flash2 import _backends, _ring, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
 from jax_flash2._rows import Context, Layout, layout_of
 from pallas_kernels.backend import Call
-from pallas_kernels.core.axes import ALL_KEYS, Named
+from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import GROUP
 from pallas_kernels.core.mask import DenseMask, Lengths
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
@@ -66,7 +66,7 @@ def attend(
         found = _vjp.run(_whole(local.call), implementation)
     else:
         found = attend(local.call, implementation, step.rest)
-    axes = (x.axes for x in result_structs(_whole(local.call)))
+    axes = result_axes(local.call)
     o, lse = (local.finish(Named(x, a)) for x, a in zip(found, axes, strict=True))
     return o.value, lse.value
 
@@ -78,6 +78,9 @@ def explain(call: Call, implementation: str | None, context: Context) -> str:
         step = _next_step(call, context)
         name = step.method or "none"
         lines.append(f"context: {name}, since {step.why} ({step.layout.words})")
+        sees_more = call.spec.later_rows_see_more and not call.spec.is_windowed
+        if step.method in ("ring", "gather") and not step.layout.stripe and sees_more:
+            lines.append("    later devices have more to do: stripes would balance it")
         if step.method == "ring":
             call = _ring.round_of(call, step.layout)
         elif step.method is not None:
@@ -86,6 +89,42 @@ def explain(call: Call, implementation: str | None, context: Context) -> str:
             break
         context = step.rest
     return "\n".join([*lines, _backends.explain(implementation, _whole(call))])
+
+
+def on_mesh(
+    function: Callable, call: Call, implementation: str | None
+) -> list[jax.Array] | None:
+    """A function of this module, where types say that rows are divided; None elsewhere.
+
+    Args:
+      function: `attend`, or one with its arguments and results.
+      call: with all rows, on an explicit mesh, which divides them in runs.
+      implementation: as for `attention`.
+
+    Raises:
+      ValueError: if operands are divided in a way that cannot be served.
+    """
+    division = _sharding.explicit_division(call.operands, rows=True)
+    if division is None or "t" not in division.along:
+        return None
+    context = Context(division.along["t"], None)
+    tree = jax.tree.structure(call.spec)
+
+    def keys_of_all(axes: Axes) -> Axes:
+        return tuple(ALL_KEYS if a == "s" and "t" in axes else a for a in axes)
+
+    operands = [Named(x.value, keys_of_all(x.axes)) for x in call.operands]
+
+    def part(*arrays):
+        q, k, v, *leaves = (
+            Named(x, y.axes) for x, y in zip(arrays, operands, strict=True)
+        )
+        own = Call(q, k, v, tree.unflatten(leaves), call.config, call.precision)
+        return function(own, implementation, context)
+
+    axes = [x.axes for x in operands]
+    on_devices = _sharding.on_each_device(division, part, axes, result_axes(call))
+    return on_devices(*(x.value for x in operands))
 
 
 class Step(NamedTuple):
@@ -159,9 +198,10 @@ def _check(call: Call, layout: Layout) -> None:
             )
 
 
-def result_structs(call: Call) -> tuple[Named, Named]:
-    """Shapes and axes of output and lse."""
-    return forward_outputs(Problem.of(call, ""), call.operands)
+def result_axes(call: Call) -> list[Axes]:
+    """Of output and lse."""
+    structs = forward_outputs(Problem.of(call, ""), call.operands)
+    return [tuple(a for a in x.axes if a != ALL_KEYS) for x in structs]
 
 
 def _whole(call: Call) -> Call:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -54,7 +55,8 @@ class Division:
 
     Attributes:
       mesh: of the devices; what types say (`explicit_division`) is abstract.
-      along: for names of batch and query heads, the mesh axes, outermost first.
+      along: for names of batch, query heads and perhaps rows, the mesh axes, outermost
+        first.
       size: of every name, on all devices together.
     """
 
@@ -135,17 +137,20 @@ class Division:
 _ARGUMENTS = ("query", "key", "value")
 
 
-def explicit_division(operands: Sequence[Named]) -> Division | None:
+def explicit_division(
+    operands: Sequence[Named], *, rows: bool = False
+) -> Division | None:
     """How the types of operands, with query, key and value first, say they are divided.
 
     None where they do not.
 
     Args:
       operands: arrays, tracers or types.
+      rows: whether rows may be divided, those of queries and of keys alike.
 
     Raises:
-      ValueError: if an operand is sharded along rows or head sizes, or if operands are
-        sharded differently along the same axis.
+      ValueError: if an operand is sharded along head sizes, or along rows unless they
+        may be, or if operands are sharded differently along the same axis.
     """
     along: dict[str, tuple[str, ...]] = {}
     mesh = None
@@ -158,27 +163,38 @@ def explicit_division(operands: Sequence[Named]) -> Division | None:
                 continue
             mesh = sharding.mesh if mesh is None else mesh
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            if name in ("t", "s", "h", "d"):
-                kind = "rows" if name in ("t", "s") else "head size"
+            is_row = name in ("t", "s")
+            if is_row and rows:
+                if i > 2:
+                    continue  # as query, key and value are
+            elif is_row or name in ("h", "d"):
+                kind = "rows" if is_row else "head size"
                 raise ValueError(
                     f"{argument} is sharded along its {kind} by mesh axes {axes}, but "
                     "every device needs the whole axis: use jax.reshard"
                 )
             name = "n" if name == "k" else name
             if along.setdefault(name, axes) != axes:
-                where = "heads" if name == "n" else "a batch axis"
+                where = "rows" if is_row else "heads" if name == "n" else "a batch axis"
                 raise ValueError(
                     f"{argument} is sharded along {where} by mesh axes {axes}, but "
                     f"{first[name]} by mesh axes {along[name]}: shard both alike"
                 )
             first.setdefault(name, argument)
             for other, taken in along.items():
-                if other != name and set(taken) & set(axes):
+                apart = other != name and {other, name} != {"t", "s"}
+                if apart and set(taken) & set(axes):
                     raise ValueError(
                         f"{argument} is sharded by mesh axes {axes}, but "
                         f"{first[other]} is sharded along another axis by mesh axes "
                         f"{taken}: a mesh axis can shard only one axis of a call"
                     )
+    if along.get("t") != along.get("s"):
+        raise ValueError(
+            f"query is sharded along its rows by mesh axes {along.get('t')}, but key "
+            f"and value by mesh axes {along.get('s')}: shard the rows of all three "
+            "alike, or use jax.reshard"
+        )
     return None if mesh is None else Division(mesh, along, sizes(operands))
 
 
@@ -323,7 +339,7 @@ def partitioned(
     size = sizes([*operands, *outputs])
 
     def partition(mesh, arguments, results):
-        del arguments
+        _say_what_is_gathered(operands[0], arguments[0].sharding)
         mesh, along = _automatic_mesh_axes(mesh, outputs[0], results[0].sharding)
         division = Division(mesh, along, size)
 
@@ -339,6 +355,19 @@ def partitioned(
         decode_shardings=False,
     )
     return call
+
+
+def _say_what_is_gathered(query: Named, sharding) -> None:
+    """Warns if rows are divided: the partitioner cannot know how they are laid out."""
+    part = dict(zip(query.axes, sharding.shard_shape(query.shape), strict=True))
+    if part.get("t", 0) < sizes([query]).get("t", 0):
+        warnings.warn(
+            "jax_flash2.attention: the rows of query are divided over devices, and "
+            "each device gathers all of them. To keep them divided, call attention "
+            "inside jax.shard_map with context=jax_flash2.Context(axis, stripe=None), "
+            "or make the mesh with jax.sharding.AxisType.Explicit",
+            stacklevel=2,
+        )
 
 
 def _sharding_rule(operands, outputs, size) -> SdyShardingRule:

@@ -415,6 +415,9 @@ def test_explain_names_the_method():
     assert explained(Context("x"), 16384, **window)[0].startswith("context: halo")
     long = {"is_causal": True, "local_window_size": (1000, 0)}
     assert explained(Context("x"), 16384, **long)[0].startswith("context: ring")
+    first, second, *_ = explained(Context("x", None), 16384, is_causal=True)
+    assert first.startswith("context: ring")
+    assert second == "    later devices have more to do: stripes would balance it"
     mask = np.ones((1, 1, 1, 1), bool)
     assert explained(Context("x"), 16384, mask=mask)[0].startswith("context: ring")
     pairs = np.ones((4096, 16384), bool)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_flash2 import attention
+from jax_flash2 import attention, explain
 from tests.cases import BACKENDS, ON_GPU
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -64,6 +64,58 @@ def _check(call, operands, specs, *, communicates=False, is_set=True):
     found = re.findall(rf"({COLLECTIVES})(?:-start)?\(", compiled.as_text())
     assert bool(found) == communicates, found
     return compiled
+
+
+ROWS = {
+    "rows": [P(None, "data")] * 3,
+    "batch and rows": [P("data", "model")] * 3,
+    "rows and heads": [P(None, "data", "model")] * 3,
+    "rows over both": [P(None, ("data", "model"))] * 3,
+}
+
+
+@pytest.mark.parametrize("specs", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("kind", ["causal", "bias", "window"])
+def test_divided_rows(specs, kind):
+    """Each device has a run of them (`jax_flash2.Context`)."""
+    heads = 2 if "model" in specs[0] else 1
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((4, 40, 40)))
+    options = {
+        "causal": {
+            "is_causal": True,
+            "key_value_seq_lengths": np.int32([33, 9, 40, 7]),
+        },
+        "bias": {"bias": jnp.float32(bias)},
+        "window": {"is_causal": True, "local_window_size": (7, 0)},
+    }
+    call = functools.partial(attention, implementation="xla", **options[kind])
+    operands = _operands(4, kv_heads=2 * heads)
+    _check(call, operands, specs, communicates=True)
+
+
+def test_rows_divided_by_different_axes():
+    mesh = _mesh()
+    q, k, v = _operands(4)
+    with jax.set_mesh(mesh):
+        q = jax.device_put(q, NamedSharding(mesh, P(None, "data")))
+        for spec in (P(), P(None, "model")):
+            k, v = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (k, v))
+            with pytest.raises(ValueError, match="shard the rows of all three alike"):
+                jax.jit(attention)(q, k, v)
+
+
+def test_explain_says_how_rows_are_divided():
+    mesh = _mesh()
+    x = jax.ShapeDtypeStruct(
+        (1, 2048 * SHAPE[0], 4, 16),
+        jnp.float32,
+        sharding=NamedSharding(mesh, P(None, "data")),
+    )
+    with jax.set_mesh(mesh):
+        first, second, *_ = explain(x, x, x, is_causal=True).splitlines()
+    assert first.startswith("context: ring")
+    assert "rows in one run" in first
+    assert "stripes would balance it" in second
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
