@@ -121,11 +121,15 @@ class Shape:
         full = (*self.batch, *self.heads, self.t, self.s)
         names = (*self.batch_axes, *self.head_axes, "t", "s")
         rows, keys = (1, 1, *x.shape)[-2:]
-        if self.parts > 1 and keys != 1:
+        if self.parts > 1:
             all_keys = self.parts * self.s
             if keys == all_keys:
                 full, names = (*full[:-1], all_keys), (*names[:-1], ALL_KEYS)
-            elif rows != 1:
+            elif rows == 1:  # of keys, or of neither
+                full, names = (*full[:-2], 1, self.s), (*names[:-2], None, "s")
+            elif keys == 1:
+                full, names = (*full[:-1], 1), (*names[:-1], None)
+            else:
                 raise ValueError(
                     f"{name} with rows of queries must have the {all_keys} keys of all "
                     f"{self.parts} devices, got shape {x.shape}"

@@ -327,12 +327,12 @@ def _halo(call: Call, layout: Layout) -> Local:
 
         parts = [
             from_device(hop, max(rows - (before - (hop - 1) * rows), 0), rows)
-            for hop in range(-(-before // rows), 0, -1)
+            for hop in range(-(-before // max(rows, 1)), 0, -1)
         ]
         parts.append(x.value)
         parts += [
             from_device(-hop, 0, min(after - (hop - 1) * rows, rows))
-            for hop in range(1, -(-after // rows) + 1)
+            for hop in range(1, -(-after // max(rows, 1)) + 1)
         ]
         # The first devices lack rows before theirs: what comes there goes away.
         padding = [(0, 0)] * x.value.ndim

@@ -6,11 +6,14 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Context, attention, stripe, unstripe
+from tests import tolerances
+from tests.cases import Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,5 +95,30 @@ def _axis_of_rows(name: str, shape: tuple[int, ...]) -> int | None:
         return last - 1
     if name in ("bias", "mask"):
         sizes = (1, 1, *shape)[-2:]
-        return next((last - 2 + i for i in (0, 1) if sizes[i] > 1), None)
+        return next((last - 2 + i for i in (0, 1) if sizes[i] != 1), None)
     return None
+
+
+def check_in_float64(call: Divided, case: Case, seed: int = 0) -> None:
+    """Output, log-sum-exp and every gradient are those of the oracle, to 1e-11."""
+    with jax.enable_x64(True):
+        arrays, arguments = case.inputs(jnp.float64, seed)
+        arguments = {n: _wide(x) for n, x in arguments.items()}
+        cotangents = tolerances.cotangents_for(case, jnp.float64, seed + 1)
+        cotangents = tuple(map(_wide, cotangents))
+        options = {**arguments, "implementation": "xla"}
+        actual = tolerances.evaluate(arrays, cotangents, options, call)
+        exact = tolerances.exact(arrays, cotangents, arguments)
+    for name, x in actual.items():
+        expected = exact[name]
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.isfinite(x), finite, err_msg=name)
+        expected, x = (np.where(finite, a, 0.0) for a in (expected, x))
+        size = np.max(np.abs(expected), initial=1.0)
+        assert np.max(np.abs(x - expected), initial=0.0) < 1e-11 * size, name
+
+
+def _wide(x):
+    """In float64, if it is an array of numbers with a fraction."""
+    floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x, jnp.float64) if floating else x

@@ -5,13 +5,12 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_flash2 import Context
 from tests import tolerances
 from tests.cases import BACKENDS, FEATURES, Arguments, Case, by_name, pairwise
-from tests.divided import Divided
+from tests.divided import Divided, check_in_float64
 from tests.tiers import deep, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -110,34 +109,13 @@ def combinations() -> list:
     return found
 
 
-def _wide(x):
-    """In float64, if it is an array of numbers with a fraction."""
-    floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.asarray(x, jnp.float64) if floating else x
-
-
 @pytest.mark.parametrize(("case", "method", "layout", "parts"), combinations())
 def test_one_result_for_any_number_of_devices(case, method, layout, parts):
     """In float64, output, log-sum-exp and every gradient; so dropout has its bits."""
     case = sized(case, parts, method)
     if parts > jax.device_count():
         pytest.skip(f"{parts} devices")
-    call = Divided(Context("x", layout, method), (parts,))
-    with jax.enable_x64(True):
-        arrays, arguments = case.inputs(jnp.float64)
-        arguments = {n: _wide(x) for n, x in arguments.items()}
-        cotangents = tolerances.cotangents_for(case, jnp.float64)
-        cotangents = tuple(map(_wide, cotangents))
-        exact = tolerances.exact(arrays, cotangents, arguments)
-        options = {**arguments, "implementation": "xla"}
-        actual = tolerances.evaluate(arrays, cotangents, options, call)
-    for name, x in actual.items():
-        expected = exact[name]
-        size = np.max(np.abs(expected), initial=1.0, where=np.isfinite(expected))
-        finite = np.isfinite(expected)
-        np.testing.assert_array_equal(np.isfinite(x), finite, err_msg=name)
-        error = np.abs(np.where(finite, x, 0.0) - np.where(finite, expected, 0.0))
-        assert error.max(initial=0.0) < 1e-11 * size, name
+    check_in_float64(Divided(Context("x", layout, method), (parts,)), case)
 
 
 def _served(*words: str) -> list[Case]:

@@ -1,5 +1,6 @@
 """Random search over shapes and combinations of arguments, by the one error rule."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -9,9 +10,11 @@ import numpy as np
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from jax_flash2 import Config
+from jax_flash2 import Config, Context
+from jax_flash2._rows import METHODS
 from tests import tolerances
 from tests.cases import FEATURES, ON_GPU, SHAPES, WITH_BLOCKS, Case, pairwise
+from tests.divided import Divided, check_in_float64
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -75,6 +78,46 @@ def test_random_problems():
     search()
     problem_count = len(worst) // len(backends)
     print(f"{problem_count} problems, worst error {max(worst):.3f} of the allowed")
+    jax.clear_caches()
+
+
+@st.composite
+def divided_problems(draw):
+    """A case whose rows lie on devices, the devices, how the rows lie, and a seed."""
+    problem, _, _, seed = draw(problems())
+    parts = draw(st.integers(1, min(8, jax.device_count())))
+    run = draw(st.integers(1, 4)) * draw(st.sampled_from([1, 3, 16]))
+    if "dropout_rng" in problem.inputs(jnp.float32)[1]:
+        run = -(-run // 16) * 16
+    counts = [draw(st.integers(0, 2)) for _ in range(2)]
+    counts = draw(st.just([counts[0]] * 2) | st.just(counts))
+    t, s = (parts * run * count for count in counts)
+    more_heads = draw(st.sampled_from([1, parts]))
+    case = dataclasses.replace(
+        problem, t=t, s=s, n=problem.n * more_heads, k=problem.k * more_heads
+    )
+    method = draw(st.none() | st.sampled_from(METHODS))
+    return case, parts, draw(st.sampled_from([None, run])), method, seed
+
+
+def test_random_divided_problems():
+    """One result for any number of devices; a method may decline, with a reason."""
+    served: list[str | None] = []
+
+    @given(divided_problems())
+    def search(problem):
+        case, parts, stripe, method, seed = problem
+        try:
+            call = Divided(Context("x", stripe, method), (parts,))
+            check_in_float64(call, case, seed)
+        except ValueError as error:
+            assert method is not None
+            assert "cannot serve this call" in str(error)
+            return
+        served.append(method)
+
+    search()
+    print(f"{len(served)} problems, by {collections.Counter(served)}")
     jax.clear_caches()
 
 
