@@ -12,7 +12,6 @@ Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -70,7 +69,7 @@ class Step:
     rounds: int = 1
 
 
-Program = dict[str, list[Step]]  # by computation; that which is called first is last
+Program = dict[str, list[Step]]  # by computation, the entry last
 
 
 def steps(text: str) -> Program:
@@ -235,5 +234,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # else JAX would look for a driver
     sys.exit(main(sys.argv[1:]))
