@@ -86,7 +86,7 @@ def merge(
         if sinks.shape != heads:
             raise ValueError(f"sinks must have shape [N]={heads}, got {sinks.shape}")
         sinks = sinks.astype(wide)
-    o, lse = (jnp.stack([x.astype(wide) for x in xs]) for xs in (outputs, logs))
+    o, lse = ([x.astype(wide) for x in xs] for xs in (outputs, logs))
     merged, total = flash2.merge(o, lse, sinks)
     return merged.astype(outputs[0].dtype), total.astype(logs[0].dtype)
 

@@ -177,8 +177,8 @@ def _merged(axes: list[Axes], *parts, sink: Named | None = None):
     of_o, of_lse = axes
     rows = tuple(a for a in of_o if a != "d")
     outputs, logs = zip(*parts, strict=True)
-    o = jnp.stack([Named(x, of_o).to((*rows, "d")) for x in outputs])
-    lse = jnp.stack([Named(x, of_lse).to(rows) for x in logs])
+    o = [Named(x, of_o).to((*rows, "d")) for x in outputs]
+    lse = [Named(x, of_lse).to(rows) for x in logs]
     o, lse = flash2.merge(o, lse, None if sink is None else sink.to(rows))
     return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse)
 
@@ -192,8 +192,9 @@ def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     """
     parts, shift = ring.layout.parts, ring.layout.shifted
     # Else XLA makes one of the forward's permutations and those here, and all keys
-    # would be kept in between.
-    arrays, do = lax.optimization_barrier((arrays, do))
+    # would be kept in between. With the forward's results, since keys that set off
+    # before its last round would leave those of that round alone on their way.
+    arrays, o, lse, do, dlse = lax.optimization_barrier((arrays, o, lse, do, dlse))
     rounds = ring.rounds(arrays)
     leaves = [x for x in jax.tree.leaves(rounds.spec) if is_differentiable(x)]
     sink = rounds.spec.sink

@@ -174,14 +174,14 @@ MUTANTS = [
         ),
         (
             "parts merged without their maximum",
-            "weight = jnp.exp(lse - m)",
-            "weight = jnp.exp(lse)",
+            "lambda x: jnp.exp(x - m), lse",
+            "jnp.exp, lse",
             MERGE,
         ),
         (
             "what an empty part holds is merged",
-            "jnp.where(weight[..., None] == 0.0, 0.0, o) * weight",
-            "o * weight",
+            "jnp.where(weight[..., None] == 0.0, 0.0, x) * weight",
+            "x * weight",
             MERGE,
         ),
         (

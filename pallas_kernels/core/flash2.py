@@ -221,7 +221,9 @@ def finish(
 
 
 def merge(
-    o: jax.Array, lse: jax.Array, sink: jax.Array | None = None
+    o: jax.Array | Sequence[jax.Array],
+    lse: jax.Array | Sequence[jax.Array],
+    sink: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The result of whole rows from results over disjoint sets of keys.
 
@@ -230,26 +232,39 @@ def merge(
     (Flash-Decoding; ring attention). A row of which no part kept a key is 0 and -inf.
 
     Args:
-      o: [parts, *rows, value head size], outputs in float32, or wider.
-      lse: [parts, *rows], log-sum-exps (natural logarithm). If there is a sink, only
-        one part may have taken it in.
+      o: [parts, *rows, value head size], outputs in float32, or wider. Or a sequence
+        of [*rows, value head size], for a few parts that lie apart: nothing is stacked,
+        and the result may take the place of one of them.
+      lse: [parts, *rows], log-sum-exps (natural logarithm), or a sequence too. If there
+        is a sink, only one part may have taken it in.
       sink: one that no part took in, as for `finish`; it broadcasts against rows.
 
     Returns:
       o [*rows, value head size] and lse [*rows].
     """
-    m = finite(jnp.max(lse, axis=0))
-    empty = jnp.all(lse == -jnp.inf, axis=0)
+    top = _over_parts(jnp.max, jnp.maximum, lse)
+    m, empty = finite(top), top == -jnp.inf
     m = m if sink is None else jnp.where(empty, m, jnp.maximum(m, sink))
-    weight = jnp.exp(lse - m)
-    total = jnp.sum(weight, axis=0)
+    weight = jax.tree.map(lambda x: jnp.exp(x - m), lse)
+    total = _over_parts(jnp.sum, operator.add, weight)
     if sink is not None:
         total = jnp.where(empty, total, total + jnp.exp(sink - m))
     inverse = 1.0 / jnp.where(empty, 1.0, total)
-    # An empty part may hold anything.
-    parts = jnp.where(weight[..., None] == 0.0, 0.0, o) * weight[..., None]
-    merged = jnp.sum(parts, axis=0) * inverse[..., None]
+
+    def weighted(x, weight):
+        # An empty part may hold anything.
+        return jnp.where(weight[..., None] == 0.0, 0.0, x) * weight[..., None]
+
+    parts = jax.tree.map(weighted, o, weight)
+    merged = _over_parts(jnp.sum, operator.add, parts) * inverse[..., None]
     return merged, jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1.0, total)))
+
+
+def _over_parts(of_axis: Callable, of_two: Callable, x):
+    """Over the first axis of an array, or the elements of a sequence."""
+    if isinstance(x, Sequence):
+        return functools.reduce(of_two, x)
+    return of_axis(x, axis=0)
 
 
 def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, jax.Array]:
