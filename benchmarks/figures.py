@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from benchmarks import cost_tables, options, records, tables
+from benchmarks import context_tables, cost_tables, options, records, tables
 from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS
 
@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "dispatch": cost_tables.dispatch,
     "features": cost_tables.features,
     "cpu": cost_tables.cpu,
+    "context": context_tables.context,
 }
 NOT_MEASURED = "Not measured yet."
 DOCUMENTS = ("README.md", "benchmarks/RESULTS.md")
@@ -245,7 +246,48 @@ def memory(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
     return [_save(figure, results_dir / "memory.png")]
 
 
-PLOTS = {"attention": attention, "occupancy": occupancy, "memory": memory}
+def context(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
+    """Weak scaling of jax_flash2: a plot a pass, a line for each mask and number of P.
+
+    Rows a device against the time of one device for all rows over P times that of P.
+    """
+    plt, paths = _pyplot(), []
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        lines: dict[tuple, list] = {}
+        for row in rows:
+            ours = row["peer"] == OURS and row["scaling"] == "weak"
+            if ours and row["pass"] == which and row.get("efficiency") is not None:
+                point = row["rows"], row["efficiency"]
+                lines.setdefault((row["mask"], row["devices"]), []).append(point)
+        if not lines:
+            continue
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        for (mask, devices), points in lines.items():
+            name = f"{mask}, {devices} devices"
+            axes.plot(*zip(*sorted(points), strict=True), "o-", label=name)
+        axes.axhline(1.0, color="grey", ls="--")
+        axes.set_xscale("log", base=2)
+        lengths = sorted({x for points in lines.values() for x, _ in points})
+        axes.set_xticks(lengths, map(_length, lengths))
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
+        axes.set(
+            xlabel="rows a device",
+            ylabel="part of ideal",
+            title=f"Weak scaling, {which}, {_where(rows)}",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend()
+        paths.append(_save(figure, results_dir / f"context_{which}.png"))
+    return paths
+
+
+PLOTS = {
+    "attention": attention,
+    "occupancy": occupancy,
+    "memory": memory,
+    "context": context,
+}
 
 
 def sections(results_dir: Path) -> dict[str, str]:

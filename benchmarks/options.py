@@ -32,7 +32,7 @@ class _Integers(flags.ArgumentParser):
         return value
 
 
-def integers(name: str, default: str, help: str) -> flags.FlagHolder:
+def integers(name: str, default: str | None, help: str) -> flags.FlagHolder:
     serializer = flags.ListSerializer(",")
     return flags.DEFINE(_Integers(), name, default, help, serializer=serializer)
 
