@@ -204,14 +204,15 @@ def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
         """Of dq and what goes with the queries; of keys and values, packed."""
         problem, values = rounds.call(number, pair)
         dq, dk, dv, *others = _operation.backward(problem, values, o, lse, do, dlse)
-        new = [dq]
-        for x, total, more in zip(leaves, sums[1:], others, strict=True):
-            if _DEVICES in x.axes:
-                source = rounds.source(number)
-                new.append(lax.dynamic_update_index_in_dim(total, more, source, 0))
-            else:
-                new.append(total + more)
-        return [sums[0] + dq, *new[1:]], rounds.packed(dk, dv)
+        source = rounds.source(number)
+
+        def added(x: Named, total, more):
+            if _DEVICES not in x.axes:
+                return total + more
+            return lax.dynamic_update_index_in_dim(total, more, source, 0)
+
+        found = zip((rounds.q, *leaves), sums, (dq, *others), strict=True)
+        return [added(*x) for x in found], rounds.packed(dk, dv)
 
     def arrived(following, sums, grads, more):
         """dk and dv of the keys that are here, from the device that had them before.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import (
@@ -14,6 +15,7 @@ from jax_flash2 import (
     Context,
     attention,
     explain,
+    flax_attention,
     stripe,
     stripe_positions,
     unstripe,
@@ -157,6 +159,28 @@ def test_one_device_is_the_plain_call(x64):
     assert "ppermute" not in text
     assert "all_to_all" not in text
     close(gradients(call)(*arrays), gradients(attention)(*arrays))
+
+
+def test_flax_module():
+    """With the whole layer inside `shard_map`, its parameters on all devices."""
+
+    def layer(context):
+        function = functools.partial(flax_attention, context=context, **XLA)
+        made = nnx.MultiHeadAttention(
+            4, 32, decode=False, attention_fn=function, rngs=nnx.Rngs(0)
+        )
+        graph, state = nnx.split(made)
+        return state, lambda state, x: nnx.merge(graph, state)(x, is_causal=True)
+
+    x = jax.random.normal(jax.random.key(0), (2, 128, 32))
+    state, apply = layer(RING.context)
+    rows = P(None, "x")
+    on_devices = jax.shard_map(
+        apply, mesh=RING.mesh, in_specs=(P(), rows), out_specs=rows
+    )
+    out = unstripe(jax.jit(on_devices)(state, stripe(x, 4, 16)), 4, 16)
+    state, apply = layer(None)
+    np.testing.assert_allclose(out, apply(state, x), rtol=0, atol=1e-5)
 
 
 def layers(call, remat=None):
