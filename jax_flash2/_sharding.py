@@ -337,9 +337,10 @@ def partitioned(
     operand_axes = [x.axes for x in operands]
     output_axes = [x.axes for x in outputs]
     size = sizes([*operands, *outputs])
+    query = Named(_struct(operands[0]), operand_axes[0])  # no tracer outlives its trace
 
     def partition(mesh, arguments, results):
-        _say_what_is_gathered(operands[0], arguments[0].sharding)
+        _say_what_is_gathered(query, arguments[0].sharding)
         mesh, along = _automatic_mesh_axes(mesh, outputs[0], results[0].sharding)
         division = Division(mesh, along, size)
 
@@ -355,6 +356,10 @@ def partitioned(
         decode_shardings=False,
     )
     return call
+
+
+def _struct(x: Named) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _say_what_is_gathered(query: Named, sharding) -> None:

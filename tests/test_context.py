@@ -124,9 +124,9 @@ def _served(*words: str) -> list[Case]:
 
 KERNELS = [
     *itertools.product(_served("short_window_segments"), ["ring"], [STRIPE], [2]),
-    *itertools.product(_served("pairwise_6"), ["ring"], [None], [3]),
 ]
 MORE_KERNELS = [
+    *itertools.product(_served("pairwise_6"), ["ring"], [None], [3]),
     *itertools.product(_served("short_window_segments"), METHODS, LAYOUTS, [2]),
     *itertools.product(_served("lengths", "segments"), ["ring"], [STRIPE], [3]),
     *itertools.product(_served("pairwise_0"), ["ring"], [None], [3]),

@@ -79,12 +79,12 @@ def test_explain_refuses_unknown_arguments():
 
 def test_explain_refuses_shardings_that_attention_refuses():
     mesh = jax.make_mesh(
-        *((1,), ("rows",)), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1]
+        *((1,), ("x",)), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1]
     )
     with jax.set_mesh(mesh):
-        rows = NamedSharding(mesh, PartitionSpec(None, "rows"))
-        x = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32, sharding=rows)
-        with pytest.raises(ValueError, match="query is sharded along its rows"):
+        heads = NamedSharding(mesh, PartitionSpec(None, None, None, "x"))
+        x = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32, sharding=heads)
+        with pytest.raises(ValueError, match="query is sharded along its head size"):
             explain(x, x, x)
 
 
