@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import mutant_kernels, mutant_mosaic
+from tests import mutant_context, mutant_kernels, mutant_mosaic
 from tests.mutant_kernels import COUNTS, REGIME, SUMS, of, rule
 
 LITERAL = "tests/test_mask.py -k literal"
@@ -446,4 +446,5 @@ MUTANTS = [
     ),
     *mutant_kernels.MUTANTS,
     *mutant_mosaic.MUTANTS,
+    *mutant_context.MUTANTS,
 ]

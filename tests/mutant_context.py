@@ -1,0 +1,122 @@
+"""Faults of calls whose rows are divided over devices: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.mutant_kernels import of
+
+CALLS = "tests/test_context_calls.py"
+NUMBERS = "tests/test_mask.py -k 'striped_rows or come_before'"
+
+
+def one(*words: str) -> str:
+    """The test of every result, of cases with these words."""
+    return f"tests/test_context.py -m '' -k 'one_result and {' and '.join(words)}'"
+
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/positions.py",
+        (
+            "stripes one stripe too close",
+            "(self.stripe * (self.parts - 1))",
+            "(self.stripe * self.parts)",
+            NUMBERS,
+        ),
+        (
+            "rows before a number with those between stripes",
+            "minimum(count - stripes * step, self.stripe)",
+            "(count - stripes * step)",
+            NUMBERS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/mask.py",
+        (
+            "lengths of all rows for a part",
+            "Named(jnp.clip(rows.before(length.to(axes)), 0, size), axes)",
+            "Named(jnp.clip(length.to(axes), 0, size), axes)",
+            one("lengths", "ring"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/dropout.py",
+        (
+            "bits by place, not by number",
+            "index = numbering.of_groups(2).at(index).astype(jnp.uint32)",
+            "index = index.astype(jnp.uint32)",
+            one("dropout", "ring"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_chunked.py",
+        (
+            "probabilities of a part as of all keys",
+            "not (plan.fuses_softmax or spec.is_part)",
+            "not plan.fuses_softmax",
+            one("causal", "ring"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_ring.py",
+        (
+            "the keys of another device",
+            "lax.rem(self.rank - number + parts, parts)",
+            "lax.rem(self.rank + number + parts, parts)",
+            one("causal", "ring", "8"),
+        ),
+        (
+            "gradients that do not come home",
+            "rounds.unpacked(shift(grads))",
+            "rounds.unpacked(grads)",
+            one("causal", "ring"),
+        ),
+        (
+            "a sink for each round",
+            "dataclasses.replace(call.spec, sink=None, is_part=True)",
+            "dataclasses.replace(call.spec, is_part=True)",
+            one("sinks", "ring"),
+        ),
+        (
+            "results without names for remat",
+            "_operation.to_save(*_forward(ring, arrays))",
+            "_forward(ring, arrays)",
+            f"{CALLS} -k no_ring_again",
+        ),
+    ),
+    *of(
+        "jax_flash2/_context.py",
+        (
+            "the stripe before the first device's is its own",
+            "ends = jnp.where(rank == 0, earlier, ends)",
+            "del earlier",
+            one("short_window", "halo", "16"),
+        ),
+        (
+            "keys around the first device's as around others'",
+            "start = first_key - (first - before)",
+            "start = jnp.int32(0)",
+            one("short_window", "halo", "runs"),
+        ),
+        (
+            "keys beyond the last device's",
+            "    if after:  # the last",
+            "    if not after:  # the last",
+            one("window", "halo", "runs"),
+        ),
+        (
+            "heads of the first device for all",
+            "start = layout.rank() * jnp.int32(count)",
+            "start = jnp.int32(0)",
+            one("alibi", "heads"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_rows.py",
+        (
+            "rows in the order of devices",
+            "Named(self.in_order(parts.reshape(shape), axis), x.axes)",
+            "Named(parts.reshape(shape), x.axes)",
+            one("causal", "gather", "16"),
+        ),
+    ),
+]
