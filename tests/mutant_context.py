@@ -62,7 +62,7 @@ MUTANTS = [
             "the keys of another device",
             "lax.rem(self.rank - number + parts, parts)",
             "lax.rem(self.rank + number + parts, parts)",
-            one("causal", "ring", "8"),
+            one("causal", "ring", "3"),
         ),
         (
             "gradients that do not come home",

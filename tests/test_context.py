@@ -74,7 +74,10 @@ def alone() -> list[Case]:
         *map(by_name, ("causal_more_queries", "bias_keys", "mask_keys", "alibi_batch")),
         *map(by_name, ("bias_rows", "mask_rows_heads", "lengths_causal", "scale_data")),
         by_name("sinks_empty_rows"),
-        Case("short_window", lambda rng, case: SHORT_WINDOW, n=4),
+        *(
+            Case(f"short_window_{n}", lambda rng, case: SHORT_WINDOW, n=n)
+            for n in (2, 4)
+        ),
         Case("short_window_segments", _short_window_and_segments, n=4),
     ]
 
@@ -89,20 +92,20 @@ def _short_window_and_segments(rng, case: Case) -> dict:
 
 
 def combinations() -> list:
-    """Each case with each method that serves it, on one number of devices after the
-    other and in one layout after the other; in the first tier those of some cases.
+    """Each case in each layout, with each method that serves it, on one number of
+    devices: all of them in turns. Those of few cases are in the first tier.
     """
-    found, turn = [], itertools.count()
+    found = []
     shallow = {"pairwise_1", "lengths", "short_window_segments", "causal_more_queries"}
-    for case in [*alone(), *pairwise()]:
-        for method in METHODS:
-            number = next(turn)
-            layouts = [x for x in LAYOUTS if serves(case, method, x)]
-            for layout, parts in itertools.product(layouts, PARTS):
-                label = f"{case.name}-{method}-{layout or 'runs'}-{parts}"
-                chosen = list(PARTS)[(number + (layout is None)) % len(PARTS)]
-                if parts != chosen:
+    for turn, case in enumerate([*alone(), *pairwise()]):
+        for number, method in enumerate(METHODS):
+            for layout in LAYOUTS:
+                if not serves(case, method, layout):
                     continue
+                # Neither the method nor the layout alone decides it.
+                place = turn + number + 2 * (layout is None)
+                parts = list(PARTS)[place % len(PARTS)]
+                label = f"{case.name}-{method}-{layout or 'runs'}-{parts}"
                 marks = () if case.name in shallow and parts > 1 else deep
                 values = case, method, layout, parts
                 found.append(pytest.param(*values, id=label, marks=marks))
