@@ -172,7 +172,7 @@ def _choice(call: Call, context: Context, layout: Layout) -> tuple[str, Layout, 
             f"context: method={context.method!r} cannot serve this call: {why}; "
             f"{others or 'no other method'} can"
         )
-    if "halo" in serving:
+    if "halo" in serving and _is_short(call, layout):
         return "halo", layout, "a window needs few rows of other devices"
     few = call.size["s"] < _FEW_ROWS
     if "ring" in serving and not few:
@@ -304,6 +304,15 @@ def _halo_why_not(call: Call, layout: Layout) -> str | None:
             f"longer, got ({before}, {after})"
         )
     return _of_pairs(call) or _unaligned(call, layout)
+
+
+def _is_short(call: Call, layout: Layout) -> bool:
+    """Whether a window asks for fewer rows than other devices have (without stripes).
+
+    With fewer, the keys of a device and those around them are not all keys, and more.
+    """
+    width = sum(n or 0 for n in call.spec.reach)
+    return layout.stripe is not None or width < (layout.parts - 1) * call.size["t"]
 
 
 def _halo(call: Call, layout: Layout) -> Local:

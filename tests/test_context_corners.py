@@ -1,4 +1,4 @@
-"""Divided rows where rows are few."""
+"""Divided rows where a row, a mask or a window is as small or as large as can be."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 from jax_flash2 import Context, attention
 from tests.divided import Divided
+from tests.test_context_calls import explained
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
 
@@ -23,3 +24,18 @@ def test_a_mask_of_rows_where_each_device_has_one(method):
     expected = attention(query, key, key, mask=mask, **XLA)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
     assert not jnp.any(out[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("window", "method"),
+    [
+        ((12287, 0), "halo"),
+        ((12288, 0), "ring"),
+        ((6144, 6144), "ring"),
+        ((2**20, 2**20), "ring"),
+    ],
+)
+def test_a_window_that_needs_all_rows_has_no_halo(window, method):
+    """Not by choice: of 4 devices with 4096 rows each one would hold more than all."""
+    lines = explained(Context("x", None), 16384, local_window_size=window)
+    assert lines[0].startswith(f"context: {method}, ")
