@@ -203,7 +203,8 @@ def attention(
     on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
     with "reference". With kernels, the tangents of second derivatives run as "xla".
     Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
-    derivatives require forward mode on top of second derivatives, or "reference".
+    derivatives require forward mode on top of second derivatives, or "reference". Rows
+    that travel in a ring (`Context.method`) have first derivatives in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp
