@@ -1,4 +1,4 @@
-"""Divided rows where a row, a mask or a window is as small or as large as can be."""
+"""Divided rows: few of them, long windows, and what no ring is for."""
 
 import jax
 import jax.numpy as jnp
@@ -39,3 +39,16 @@ def test_a_window_that_needs_all_rows_has_no_halo(window, method):
     """Not by choice: of 4 devices with 4096 rows each one would hold more than all."""
     lines = explained(Context("x", None), 16384, local_window_size=window)
     assert lines[0].startswith(f"context: {method}, ")
+
+
+def test_the_reference_has_no_ring():
+    """It is refused, and many rows do not choose it."""
+    query = jax.ShapeDtypeStruct((1, 4 * 2048, 4, 8), jnp.float32)
+
+    def call(method):
+        divided = Divided(Context("x", 16, method), (4,))
+        return lambda x: divided(x, x, x, implementation="reference")
+
+    assert jax.eval_shape(call(None), query).shape == query.shape
+    with pytest.raises(ValueError, match=r"'ring' cannot.*'reference' wants all keys"):
+        jax.eval_shape(call("ring"), query)
