@@ -339,7 +339,7 @@ def _checked(
         spec = dataclasses.replace(spec, offset=None)
     q, k, v = shape.operands(query, key, value)
     if config is not None:
-        division.check(config.splits, shape.s)
+        division.check(config.splits, parts * shape.s)
     return Call(q, k, v, spec, config, precision)
 
 

@@ -1,11 +1,14 @@
 """Divided rows: few of them, long windows, and what no ring is for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_flash2 import Context, attention
+from tests.cases import INTERPRETED
 from tests.divided import Divided
 from tests.test_context_calls import explained
 
@@ -52,3 +55,17 @@ def test_the_reference_has_no_ring():
     assert jax.eval_shape(call(None), query).shape == query.shape
     with pytest.raises(ValueError, match=r"'ring' cannot.*'reference' wants all keys"):
         jax.eval_shape(call("ring"), query)
+
+
+def test_parts_of_keys_are_of_the_keys_of_all_devices():
+    query = jax.ShapeDtypeStruct((1, 4 * 16, 4, 8), jnp.float32)
+    call = Divided(Context("x", 16, "gather"), (4,))
+
+    def shape(splits):
+        config = dataclasses.replace(INTERPRETED, splits=splits)
+        options = {"implementation": "triton", "config": config}
+        return jax.eval_shape(lambda x: call(x, x, x, **options), query).shape
+
+    assert shape(4) == query.shape
+    with pytest.raises(ValueError, match=r"does not fit 64 keys.* from 1 to 4"):
+        shape(5)
