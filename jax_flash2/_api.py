@@ -203,7 +203,8 @@ def attention(
     on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
     with "reference". With kernels, the tangents of second derivatives run as "xla".
     Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
-    derivatives require forward mode on top of second derivatives, or "reference".
+    derivatives require forward mode on top of second derivatives, or "reference". Rows
+    that travel in a ring (`Context.method`) have first derivatives in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -338,7 +339,7 @@ def _checked(
         spec = dataclasses.replace(spec, offset=None)
     q, k, v = shape.operands(query, key, value)
     if config is not None:
-        division.check(config.splits, shape.s)
+        division.check(config.splits, parts * shape.s)
     return Call(q, k, v, spec, config, precision)
 
 

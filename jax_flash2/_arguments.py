@@ -123,9 +123,11 @@ class Shape:
         rows, keys = (1, 1, *x.shape)[-2:]
         if self.parts > 1:
             all_keys = self.parts * self.s
+            # An element for the only row of a device is no constant of all devices.
+            of_one_row = self.t == keys == 1 != self.s
             if keys == all_keys:
                 full, names = (*full[:-1], all_keys), (*names[:-1], ALL_KEYS)
-            elif rows == 1:  # of keys, or of neither
+            elif rows == 1 and not of_one_row:  # of keys, or of neither
                 full, names = (*full[:-2], 1, self.s), (*names[:-2], None, "s")
             elif keys == 1:
                 full, names = (*full[:-1], 1), (*names[:-1], None)

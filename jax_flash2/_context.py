@@ -56,7 +56,7 @@ def attend(
     Raises:
       ValueError: if the layout does not fit the call, or no method serves it.
     """
-    step = _next_step(call, context)
+    step = _next_step(call, implementation, context)
     if step.method == "ring":
         return _ring.attend(call, implementation, step.layout)
     if step.method is None:
@@ -75,7 +75,7 @@ def explain(call: Call, implementation: str | None, context: Context) -> str:
     """What `attend` does with a call, and why."""
     lines = []
     while True:
-        step = _next_step(call, context)
+        step = _next_step(call, implementation, context)
         name = step.method or "none"
         lines.append(f"context: {name}, since {step.why} ({step.layout.words})")
         sees_more = call.spec.later_rows_see_more and not call.spec.is_windowed
@@ -143,7 +143,7 @@ class Step(NamedTuple):
     rest: Context | None = None
 
 
-def _next_step(call: Call, context: Context) -> Step:
+def _next_step(call: Call, implementation: str | None, context: Context) -> Step:
     layout = layout_of(context)
     _check(call, layout)
     if layout.stripe == call.size["t"] == call.size["s"]:  # that is one run of rows
@@ -157,11 +157,15 @@ def _next_step(call: Call, context: Context) -> Step:
             stripe = None if layout.stripe is None else layout.stripe * inner.parts
             rest = Context(context.axes[:-1], stripe)
             return Step("heads", inner, "the last of several axes divides them", rest)
-    return Step(*_choice(call, context, layout))
+    return Step(*_choice(call, implementation, context, layout))
 
 
-def _choice(call: Call, context: Context, layout: Layout) -> tuple[str, Layout, str]:
+def _choice(
+    call: Call, implementation: str | None, context: Context, layout: Layout
+) -> tuple[str, Layout, str]:
     why_not = {name: x.why_not(call, layout) for name, x in _METHODS.items()}
+    if implementation == _backends.REFERENCE:
+        why_not["ring"] = f"implementation={implementation!r} wants all keys at once"
     serving = [name for name, why in why_not.items() if why is None]
     if context.method is not None:
         why = why_not[context.method]
@@ -172,7 +176,7 @@ def _choice(call: Call, context: Context, layout: Layout) -> tuple[str, Layout, 
             f"context: method={context.method!r} cannot serve this call: {why}; "
             f"{others or 'no other method'} can"
         )
-    if "halo" in serving:
+    if "halo" in serving and _is_short(call, layout):
         return "halo", layout, "a window needs few rows of other devices"
     few = call.size["s"] < _FEW_ROWS
     if "ring" in serving and not few:
@@ -304,6 +308,15 @@ def _halo_why_not(call: Call, layout: Layout) -> str | None:
             f"longer, got ({before}, {after})"
         )
     return _of_pairs(call) or _unaligned(call, layout)
+
+
+def _is_short(call: Call, layout: Layout) -> bool:
+    """Whether a window asks for fewer rows than other devices have (without stripes).
+
+    With fewer, the keys of a device and those around them are not all keys, and more.
+    """
+    width = sum(n or 0 for n in call.spec.reach)
+    return layout.stripe is not None or width < (layout.parts - 1) * call.size["t"]
 
 
 def _halo(call: Call, layout: Layout) -> Local:

@@ -31,7 +31,8 @@ class Context:
 
     For `attention(..., context=Context(...))` inside `jax.shard_map` or `jax.pmap`.
     Every device calls with its rows of query, key, value and segment ids; the results
-    are its rows of what one device would compute with all of them.
+    are its rows of what one device would compute with all of them. What has no rows
+    (lengths, offsets, sinks, slopes, `dropout_rng`) must be the same on all devices.
 
     Attributes:
       axis: name of the mesh axis that divides the rows, or a tuple of names, the
@@ -43,6 +44,7 @@ class Context:
         `jax_flash2.explain`):
 
         - "ring": they travel from device to device, while each attends to those it has.
+          It has first derivatives only, in reverse mode.
         - "halo": with a window, each device gets the rows just outside its own.
         - "gather": every device gets all of them. Serves biases and masks of pairs.
         - "heads": heads are divided instead, for the length of the call. The number of

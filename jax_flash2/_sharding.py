@@ -364,8 +364,9 @@ def _struct(x: Named) -> jax.ShapeDtypeStruct:
 
 def _say_what_is_gathered(query: Named, sharding) -> None:
     """Warns if rows are divided: the partitioner cannot know how they are laid out."""
-    part = dict(zip(query.axes, sharding.shard_shape(query.shape), strict=True))
-    if part.get("t", 0) < sizes([query]).get("t", 0):
+    shape = _divisible_shape(query, sharding)
+    part = sharding.shard_shape(shape)
+    if any(a == "t" and part[i] < shape[i] for i, a in enumerate(query.axes)):
         warnings.warn(
             "jax_flash2.attention: the rows of query are divided over devices, and "
             "each device gathers all of them. To keep them divided, call attention "
@@ -394,13 +395,21 @@ def _sharding_rule(operands, outputs, size) -> SdyShardingRule:
     )
 
 
+def _divisible_shape(array: Named, sharding) -> tuple[int, ...]:
+    """A shape that the sharding divides evenly, as it may not divide the array's.
+
+    The partitioner pads 127 rows on 8 devices; JAX's description of them would raise.
+    """
+    return (sharding.num_devices,) * len(array.axes)
+
+
 def _automatic_mesh_axes(mesh: Mesh, array: Named, sharding):
     """A mesh of the same devices in the same order, and its axes for each name.
 
     Every axis of the mesh is split into its prime factors, for the partitioner may
     divide an array along a part of a mesh axis.
     """
-    index_of_device = sharding.devices_indices_map(array.shape)
+    index_of_device = sharding.devices_indices_map(_divisible_shape(array, sharding))
     devices = np.array(list(index_of_device))
     shape = mesh.devices.shape if not mesh.empty else devices.shape
     shape = tuple(p for n in shape for p in _prime_factors(n))

@@ -247,6 +247,23 @@ def test_automatic_shardings_along_rows_are_gathered():
     _assert_equal(actual, run(*operands))
 
 
+@pytest.mark.filterwarnings("ignore:.*the rows of query are divided")
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_automatic_shardings_need_not_be_even(axis):
+    """As of what is sliced off rows, a batch or heads that were divided evenly."""
+    mesh = _mesh(AxisType.Auto)
+    x = jnp.concatenate([_operands()[0]] * 4)
+    spec = P(*[None] * axis, "model")
+    split = jax.device_put(x, NamedSharding(mesh, spec))
+
+    @jax.jit
+    def run(x):
+        x = jax.lax.slice_in_dim(x, 1, None, axis=axis)
+        return attention(x, x, x, is_causal=True, implementation="xla")
+
+    np.testing.assert_allclose(run(split), run(x), rtol=1e-5, atol=1e-5)
+
+
 def test_one_device_needs_no_partitioner():
     """Where nothing can divide a program, the call does not ask for its devices."""
     code = """

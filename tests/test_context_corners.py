@@ -1,0 +1,71 @@
+"""Divided rows: few of them, long windows, and what no ring is for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import Context, attention
+from tests.cases import INTERPRETED
+from tests.divided import Divided
+from tests.test_context_calls import explained
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
+
+XLA = {"implementation": "xla"}
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
+def test_a_mask_of_rows_where_each_device_has_one(method):
+    """A device's mask of its only row has one element, and is no constant of all."""
+    query, key = (jax.random.normal(jax.random.key(t), (1, t, 4, 8)) for t in (4, 8))
+    mask = np.array([[True], [False], [True], [False]])
+    call = Divided(Context("x", None, method), (4,))
+    out = jax.jit(lambda *x: call(*x, mask=mask, **XLA))(query, key, key)
+    expected = attention(query, key, key, mask=mask, **XLA)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    assert not jnp.any(out[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("window", "method"),
+    [
+        ((12287, 0), "halo"),
+        ((12288, 0), "ring"),
+        ((6144, 6144), "ring"),
+        ((2**20, 2**20), "ring"),
+    ],
+)
+def test_a_window_that_needs_all_rows_has_no_halo(window, method):
+    """Not by choice: of 4 devices with 4096 rows each one would hold more than all."""
+    lines = explained(Context("x", None), 16384, local_window_size=window)
+    assert lines[0].startswith(f"context: {method}, ")
+
+
+def test_the_reference_has_no_ring():
+    """It is refused, and many rows do not choose it."""
+    query = jax.ShapeDtypeStruct((1, 4 * 2048, 4, 8), jnp.float32)
+
+    def call(method):
+        divided = Divided(Context("x", 16, method), (4,))
+        return lambda x: divided(x, x, x, implementation="reference")
+
+    assert jax.eval_shape(call(None), query).shape == query.shape
+    with pytest.raises(ValueError, match=r"'ring' cannot.*'reference' wants all keys"):
+        jax.eval_shape(call("ring"), query)
+
+
+def test_parts_of_keys_are_of_the_keys_of_all_devices():
+    query = jax.ShapeDtypeStruct((1, 4 * 16, 4, 8), jnp.float32)
+    call = Divided(Context("x", 16, "gather"), (4,))
+
+    def shape(splits):
+        config = dataclasses.replace(INTERPRETED, splits=splits)
+        options = {"implementation": "triton", "config": config}
+        return jax.eval_shape(lambda x: call(x, x, x, **options), query).shape
+
+    assert shape(4) == query.shape
+    with pytest.raises(ValueError, match=r"does not fit 64 keys.* from 1 to 4"):
+        shape(5)
