@@ -225,11 +225,11 @@ def _of_pairs(call: Call) -> str | None:
     return None
 
 
-def _unaligned(call: Call, layout: Layout) -> str | None:
-    """Why dropout keeps a method from serving a call."""
+def _unaligned(call: Call, layout: Layout, names: str = "ts") -> str | None:
+    """Why dropout keeps a method, for which these rows stay divided, from serving."""
     if call.spec.dropout is None:
         return None
-    runs = [call.size["t"], call.size["s"]] if not layout.stripe else [layout.stripe]
+    runs = [layout.stripe or call.size[name] for name in names]
     if not any(n % GROUP for n in runs):
         return None
     what = "rows of a device" if not layout.stripe else "rows of a stripe"
@@ -425,6 +425,6 @@ class _Method(NamedTuple):
 _METHODS = {
     "halo": _Method(_halo_why_not, _halo),
     "ring": _Method(lambda *x: _of_pairs(x[0]) or _unaligned(*x)),
-    "gather": _Method(_unaligned, _gather),
+    "gather": _Method(lambda *x: _unaligned(*x, names="t"), _gather),
     "heads": _Method(_heads_why_not, _heads),
 }

@@ -10,7 +10,7 @@ import pytest
 from jax_flash2 import Context, attention
 from tests.cases import INTERPRETED
 from tests.divided import Divided
-from tests.test_context_calls import explained
+from tests.test_context_errors import explained
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
 
