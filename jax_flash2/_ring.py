@@ -43,9 +43,18 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse (rows last) of this device's queries, differentiable once."""
     backend = _backends.choose(implementation, round_of(call, layout))
+
+    def of_all(x: Named) -> Named:
+        if "s" not in x.axes:
+            return x
+        return Named(layout.of_all(x.value), (_DEVICES, *x.axes))
+
+    # What goes with keys is little beside them, and so it does not travel.
+    call = dataclasses.replace(call, spec=jax.tree.map(of_all, call.spec))
     ring = _Ring(Problem.of(call, backend), layout)
-    arrays = _sharding.varying_alike(tuple(x.value for x in call.operands))
-    return _ring(ring, arrays)
+    values = tuple(x.value for x in call.operands)
+    *arrays, rank = _sharding.varying_alike((*values, layout.rank()))
+    return _ring(ring, tuple(arrays), rank)
 
 
 def round_of(call: Call, layout: Layout) -> Call:
@@ -66,7 +75,8 @@ class _Ring:
     """What is static about a ring; its arrays are those of the problem.
 
     Attributes:
-      problem: with this device's rows of queries and of keys.
+      problem: with this device's rows of queries and of keys; what else goes with keys
+        has an axis for the devices in front.
       layout: of the rows on devices.
     """
 
@@ -76,18 +86,11 @@ class _Ring:
     def result_axes(self, arrays) -> list[Axes]:
         """Of o and lse."""
         operands = list(map(Named, arrays, self.problem.axes))
-        return [x.axes for x in _operation.forward_outputs(self.problem, operands)]
+        structs = _operation.forward_outputs(self.problem, operands)
+        return [tuple(a for a in x.axes if a != _DEVICES) for x in structs]
 
-    def rounds(self, arrays) -> _Rounds:
-        q, k, v, spec = self.problem.named(arrays)
-
-        def of_all(x: Named) -> Named:
-            if "s" not in x.axes:
-                return x
-            return Named(self.layout.of_all(x.value), (_DEVICES, *x.axes))
-
-        spec = jax.tree.map(of_all, spec)
-        return _Rounds(self, q, k, v, spec, self.layout.rank())
+    def rounds(self, arrays, rank) -> _Rounds:
+        return _Rounds(self, *self.problem.named(arrays), rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +99,7 @@ class _Rounds:
 
     Attributes:
       ring: its static part.
-      q, k, v: this device's.
-      spec: of it, but what goes with keys has an axis for the devices in front: that is
-        little beside keys, and so it does not travel.
+      q, k, v, spec: the operands of its problem.
       rank: of this device.
     """
 
@@ -151,8 +152,8 @@ class _Rounds:
         return lax.fori_loop(np.int32(1), np.int32(last), turn, carry)
 
 
-def _forward(ring: _Ring, arrays) -> tuple[jax.Array, jax.Array]:
-    rounds = ring.rounds(arrays)
+def _forward(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
+    rounds = ring.rounds(arrays, rank)
     parts, shift = ring.layout.parts, ring.layout.shifted
     merge = functools.partial(_merged, ring.result_axes(arrays))
 
@@ -183,11 +184,11 @@ def _merged(axes: list[Axes], *parts, sink: Named | None = None):
     return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     """Gradients of the operands that are differentiable, in order.
 
-    A `custom_jvp` so that nobody differentiates it: o and lse are taken as they are,
+    A `custom_vjp` so that nobody differentiates it: o and lse are taken as they are,
     though they depend on the operands.
     """
     parts, shift = ring.layout.parts, ring.layout.shifted
@@ -195,7 +196,7 @@ def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     # would be kept in between. With the forward's results, since keys that set off
     # before its last round would leave those of that round alone on their way.
     arrays, o, lse, do, dlse = lax.optimization_barrier((arrays, o, lse, do, dlse))
-    rounds = ring.rounds(arrays)
+    rounds = ring.rounds(arrays, rank)
     leaves = [x for x in jax.tree.leaves(rounds.spec) if is_differentiable(x)]
     sink = rounds.spec.sink
     leaves = [x for x in leaves if x is not sink]
@@ -240,11 +241,7 @@ def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     _, sums, grads = arrived(pair, sums, grads, more)
     dk, dv = rounds.unpacked(shift(grads))
     dq, *others = sums
-    totals = (
-        ring.layout.total(total) if _DEVICES in x.axes else total
-        for x, total in zip(leaves, others, strict=True)
-    )
-    found = [dq, dk.value, dv.value, *totals]
+    found = [dq, dk.value, dv.value, *others]
     if sink is not None:
         axes = ring.result_axes(arrays) * 2
         saved = list(map(Named, (o, lse, do, dlse), axes))
@@ -252,34 +249,35 @@ def _backward(ring: _Ring, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
     return tuple(found)
 
 
-@_backward.defjvp
-def _no_second_derivative(ring, primals, tangents):
-    del ring, primals, tangents
+def _no_second_derivative(*_):
     raise NotImplementedError(
         "attention with Context(method='ring') has no second derivatives: pass "
         "Context(method='gather') or Context(method='heads')"
     )
 
 
+# In forward mode, too, JAX asks for the first of the two.
+_backward.defvjp(_no_second_derivative, _no_second_derivative)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: _Ring, arrays) -> tuple[jax.Array, jax.Array]:
-    return _forward(ring, arrays)
+def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
+    return _forward(ring, arrays, rank)
 
 
-def _ring_forward(ring: _Ring, arrays):
-    o, lse = _operation.to_save(*_forward(ring, arrays))
-    return (o, lse), (arrays, o, lse)
+def _ring_forward(ring: _Ring, arrays, rank):
+    o, lse = _operation.to_save(*_forward(ring, arrays, rank))
+    return (o, lse), (arrays, rank, o, lse)
 
 
 def _ring_backward(ring: _Ring, saved, cotangents):
-    arrays, o, lse = saved
-    gradients = iter(_backward(ring, arrays, o, lse, *cotangents))
-    return (
-        tuple(
-            next(gradients).astype(x.dtype) if is_differentiable(x) else None
-            for x in arrays
-        ),
+    arrays, *rest = saved
+    gradients = iter(_backward(ring, arrays, *rest, *cotangents))
+    of_arrays = tuple(
+        next(gradients).astype(x.dtype) if is_differentiable(x) else None
+        for x in arrays
     )
+    return of_arrays, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

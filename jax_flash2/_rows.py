@@ -244,10 +244,6 @@ class Layout:
         copies = jnp.broadcast_to(x.astype(wide), (self.parts, *x.shape))
         return self.exchanged(copies.astype(x.dtype), 0, 0)
 
-    def total(self, x: jax.Array) -> jax.Array:
-        """Of [parts, *shape] on every device: the sum of this one's part over all."""
-        return jnp.sum(self.exchanged(x, 0, 0), axis=0)
-
     def gathered(self, x: Named, rows: str) -> Named:
         """x with all rows, in their order."""
         axis = x.axes.index(rows)

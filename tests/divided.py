@@ -20,17 +20,22 @@ from tests.cases import Case
 class Divided:
     """`attention` on as many devices as the shape says, of which each has some rows.
 
+    With fewer devices here, `jax.vmap` with the axis's name takes their place: then one
+    GPU runs the kernels of a ring, of gathered keys and of divided heads.
+
     Attributes:
       context: of the call; its axes are the mesh's.
       shape: of the mesh.
       kind: of its axes, outside `shard_map`.
       checked: whether `shard_map` checks what differs between devices.
+      mapped: whether `jax.vmap` takes the place of devices that are here.
     """
 
     context: Context
     shape: tuple[int, ...]
     kind: AxisType = AxisType.Auto
     checked: bool = True
+    mapped: bool = False
 
     @property
     def parts(self) -> int:
@@ -60,30 +65,54 @@ class Divided:
         static = {n: x for n, x in given.items() if n not in arrays}
         axes = {n: _axis_of_rows(n, x.shape) for n, x in arrays.items()}
 
-        def spec(axis: int | None) -> P:
-            if axis is None:
-                return P()
-            return P(*[None] * axis, self.context.axes)
-
         def call(arrays):
             return attention(
                 **arrays, **static, context=self.context, return_residual=True
             )
 
         rows = axes["query"]
-        on_devices = jax.shard_map(
-            call,
-            mesh=self.mesh,
-            in_specs=({n: spec(axis) for n, axis in axes.items()},),
-            out_specs=(spec(rows), spec(rows)),
-            check_vma=self.checked,
-        )
+        is_mapped = self.mapped or self.parts > jax.device_count()
+        over = self._over_names if is_mapped else self._over_devices
+        on_devices = over(call, axes, rows)
         striped = {
             n: x if axes[n] is None else self.striped(x, axes[n])
             for n, x in arrays.items()
         }
         out, lse = (self.unstriped(x, rows) for x in on_devices(striped))
         return (out, lse) if return_residual else out
+
+    def _over_devices(self, call, axes, rows: int):
+        def spec(axis: int | None) -> P:
+            if axis is None:
+                return P()
+            return P(*[None] * axis, self.context.axes)
+
+        return jax.shard_map(
+            call,
+            mesh=self.mesh,
+            in_specs=({n: spec(axis) for n, axis in axes.items()},),
+            out_specs=(spec(rows), spec(rows)),
+            check_vma=self.checked,
+        )
+
+    def _over_names(self, call, axes, rows: int):
+        (name,) = self.context.axes
+        mapped = jax.vmap(call, (axes,), (rows, rows), axis_name=name)
+
+        def apart(x, axis: int | None):
+            if axis is None:
+                return x
+            own = x.shape[axis] // self.parts
+            return x.reshape(*x.shape[:axis], self.parts, own, *x.shape[axis + 1 :])
+
+        def joined(x):
+            return x.reshape(*x.shape[:rows], -1, *x.shape[rows + 2 :])
+
+        def run(arrays):
+            own = {n: apart(jnp.asarray(x), axes[n]) for n, x in arrays.items()}
+            return tuple(map(joined, mapped(own)))
+
+        return run
 
 
 def _axis_of_rows(name: str, shape: tuple[int, ...]) -> int | None:

@@ -78,8 +78,8 @@ MUTANTS = [
         ),
         (
             "results without names for remat",
-            "_operation.to_save(*_forward(ring, arrays))",
-            "_forward(ring, arrays)",
+            "_operation.to_save(*_forward(ring, arrays, rank))",
+            "_forward(ring, arrays, rank)",
             f"{CALLS} -k no_ring_again",
         ),
     ),

@@ -1,5 +1,6 @@
 """Divided rows under JAX's transformations; what lies beside them stays there."""
 
+import dataclasses
 import functools
 
 import jax
@@ -117,6 +118,13 @@ def test_pmap(x64):
     )
     apart = [x.reshape(2, 4, 32, 4, 8) for x in arrays]
     close(call(*apart).reshape(2, 128, 4, 8), attention(*arrays, **XLA))
+
+
+@pytest.mark.parametrize("call", [RING, GATHER, HEADS])
+def test_an_axis_of_vmap(call, x64):
+    """It has a name like one of `shard_map`."""
+    mapped = dataclasses.replace(call, mapped=True)
+    close(gradients(mapped)(*operands()), gradients(attention)(*operands()))
 
 
 def test_one_device_is_the_plain_call(x64):
