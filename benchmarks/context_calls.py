@@ -209,10 +209,10 @@ def bytes_moved(case: Case, method: str | None, which: str) -> int:
     both = which == "forward_backward"
     others = (parts - 1) * rows
     if method == "ring":
-        forward = others * (pair * size + ids)
+        forward = others * pair * size
         # Keys and values once more, then their gradients, which go one step further.
-        gradients = parts * rows * pair * max(size, 4)
-        return 2 * forward + gradients if both else forward
+        backward = forward + parts * rows * pair * max(size, 4)
+        return others * ids + forward + backward * both
     if method == "halo":
         # As many rows as the window reaches back, in whole groups.
         reach = min(-(-((case.mask.window or 1) - 1) // GROUP) * GROUP, others)
