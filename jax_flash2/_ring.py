@@ -54,7 +54,7 @@ def attend(
     ring = _Ring(Problem.of(call, backend), layout)
     values = tuple(x.value for x in call.operands)
     *arrays, rank = _sharding.varying_alike((*values, layout.rank()))
-    return _ring(ring, tuple(arrays), rank)
+    return _run(ring, tuple(arrays), rank)
 
 
 def round_of(call: Call, layout: Layout) -> Call:
@@ -281,3 +281,5 @@ def _ring_backward(ring: _Ring, saved, cotangents):
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
+# Jitted, so that equal calls of a program (the layers of a model) are traced once.
+_run = jax.jit(_ring, static_argnums=0)
