@@ -3,11 +3,10 @@
 Against the oracle in float64, the largest error of an output is at most 2 times, of a
 gradient at most 3 times, that of plain quadratic attention in the input dtype with
 float32 softmax, plus two roundings of the largest exact value for an output and four
-for a gradient (which is a difference, dp - delta, of rounded values). Both make
-p = exp(s - lse): four float32 roundings of numbers as large as lse (s and lse, each
-before and after its scaling) become a relative error of p. Plain attention has them
-too, but by chance of few rows and keys it may show none. The log-sum-exp itself has
-these roundings. The rule holds for each head by itself.
+for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
+recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
+lse, each before and after its scaling) become a relative error of p. The log-sum-exp
+itself has these roundings too. The rule holds for each head by itself.
 
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
@@ -215,7 +214,8 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         size = np.maximum(largest(e), largest(terms))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
-        share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
+        if name != "out":
+            share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
         allowed = np.maximum(factor * plain_error + share * size, 1e-30)
         found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)
     return found
