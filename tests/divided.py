@@ -26,14 +26,12 @@ class Divided:
     Attributes:
       context: of the call; its axes are the mesh's.
       shape: of the mesh.
-      kind: of its axes, outside `shard_map`.
       checked: whether `shard_map` checks what differs between devices.
       mapped: whether `jax.vmap` takes the place of devices that are here.
     """
 
     context: Context
     shape: tuple[int, ...]
-    kind: AxisType = AxisType.Auto
     checked: bool = True
     mapped: bool = False
 
@@ -44,7 +42,7 @@ class Divided:
     @property
     def mesh(self) -> Mesh:
         devices = np.array(jax.devices()[: self.parts]).reshape(self.shape)
-        kinds = (self.kind,) * len(self.shape)
+        kinds = (AxisType.Auto,) * len(self.shape)
         return Mesh(devices, self.context.axes, axis_types=kinds)
 
     def striped(self, x, axis: int):
