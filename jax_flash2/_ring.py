@@ -3,13 +3,14 @@
 In round i of P, device r has the keys of device r - i. The forward merges what its
 queries make of them (`flash2.merge`). The backward needs no more of other rounds than
 the output, the log-sum-exp and their cotangents: with those, what one call makes of
-some keys is their share of the gradients. dk and dv travel with the keys that they
-belong to, and go one step further in the end. All sums are float32, or wider.
+some keys is their share of the gradients. dk and dv travel with the keys that come
+after theirs, and go one step further in the end. All sums are float32, or wider.
 
 A kernel should run while keys travel. XLA would move all keys before the first kernel;
 a barrier for each round keeps it from that, and one permutation for keys and values
 together is in flight at a time. No round is skipped by a condition, for which XLA would
-ask the host: where a device has nothing to do, the kernel's programs end at once.
+ask the host: where a device has nothing to do, the kernel's programs end at once. So
+dk and dv set off together with the keys, as one array.
 """
 
 from __future__ import annotations
@@ -141,6 +142,26 @@ class _Rounds:
         k, v = jnp.split(pair, [self.k.shape[-1]], axis=-1)
         return Named(k, self.k.axes), Named(v, self.v.axes)
 
+    def shifted(self, pair: jax.Array, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both from the device before, in one permutation.
+
+        As integers: XLA may compute with numbers of two bytes in four, where what is
+        half of another number can become a different one.
+        """
+        unit = jnp.dtype(f"uint{8 * pair.dtype.itemsize}")
+        words = grads.dtype.itemsize // unit.itemsize
+        halves = lax.bitcast_convert_type(grads, unit)
+        halves = halves.reshape(*grads.shape[:-1], words * grads.shape[-1])
+        both = [lax.bitcast_convert_type(pair, unit), halves]
+        there = self.ring.layout.shifted(jnp.concatenate(both, axis=-1))
+        pair_there, halves = jnp.split(there, [pair.shape[-1]], axis=-1)
+        if words > 1:
+            halves = halves.reshape(*grads.shape, words)
+        return (
+            lax.bitcast_convert_type(pair_there, pair.dtype),
+            lax.bitcast_convert_type(halves, grads.dtype),
+        )
+
     def run(self, turn: Callable, carry):
         """`carry = turn(number, carry)` for all rounds but the first and the last."""
         last = self.ring.layout.parts - 1
@@ -215,20 +236,11 @@ def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, .
         found = zip((rounds.q, *leaves), sums, (dq, *others), strict=True)
         return [added(*x) for x in found], rounds.packed(dk, dv)
 
-    def arrived(following, sums, grads, more):
-        """dk and dv of the keys that are here, from the device that had them before.
-
-        They set off when dq is made, beside the kernel that makes dk and dv.
-        """
-        grads, sums, following = lax.optimization_barrier((grads, sums, following))
-        return following, sums, shift(grads) + more
-
     def turn(number, carry):
         pair, sums, grads = carry
-        following = shift(pair)
+        following, grads = rounds.shifted(pair, grads)
         sums, more = gradients(number, pair, sums)
-        following, sums, grads = arrived(following, sums, grads, more)
-        return lax.optimization_barrier((following, sums, grads))
+        return lax.optimization_barrier((following, sums, grads + more))
 
     wide = functools.partial(jnp.promote_types, jnp.float32)
     sums = [jnp.zeros_like(x.value, wide(x.dtype)) for x in (rounds.q, *leaves)]
@@ -237,9 +249,9 @@ def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, .
     sums, grads = gradients(jnp.int32(0), pair, sums)
     carry = lax.optimization_barrier((following, sums, grads))
     pair, sums, grads = rounds.run(turn, carry)
+    grads = shift(grads)
     sums, more = gradients(jnp.int32(parts - 1), pair, sums)
-    _, sums, grads = arrived(pair, sums, grads, more)
-    dk, dv = rounds.unpacked(shift(grads))
+    dk, dv = rounds.unpacked(shift(grads + more))
     dq, *others = sums
     found = [dq, dk.value, dv.value, *others]
     if sink is not None:

@@ -180,7 +180,9 @@ def pairs(
         spec = spec.only_positions()
     spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
-    return Pairs(spec, rows, order, masked, launch.precision, launch.arithmetic)
+    return Pairs(
+        spec.of_block(rows), rows, order, masked, launch.precision, launch.arithmetic
+    )
 
 
 def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

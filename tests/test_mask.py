@@ -320,13 +320,22 @@ def test_blocks_meet_from_both_sides(data):
     """A block meets another if and only if that one meets it, and if pairs are kept."""
     draw = data.draw
     t, s = (draw(st.integers(1, 90)) for _ in range(2))
+    numbers = {}
+    if draw(st.booleans()):  # a device's, of stripes
+        stripe, parts = 64, draw(st.integers(1, 3))
+        t, s = (stripe * draw(st.integers(1, 3)) for _ in range(2))
+        ranks = (draw(st.integers(0, parts - 1)) for _ in range(2))
+        of_both = (Numbering(rank * stripe, stripe, parts) for rank in ranks)
+        numbers = dict(zip(("query_rows", "key_rows"), of_both, strict=True))
     side = st.none() | st.integers(0, 100)
     windows = [Window(draw(side), draw(side)) for _ in range(draw(st.integers(0, 2)))]
     lengths = [draw(st.none() | st.integers(0, n)) for n in (t, s)]
     offset = draw(st.integers(-120, 120))
     rows, keys = (draw(st.sampled_from([4, 16, 64])) for _ in range(2))
-    spec = AttentionSpec(Score(1.0), (*windows, Lengths(*lengths)), offset)
-    kept = keep((*windows, Lengths(*lengths)), t, s, offset)
+    masks = (*windows, Lengths(*lengths))
+    spec = AttentionSpec(Score(1.0), masks, offset, **numbers)
+    kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
+    kept = np.broadcast_to(True if kept is None else kept, (t, s))
     q_limit = t if lengths[0] is None else lengths[0]
     met = {}
     for j in range(-(-s // keys)):

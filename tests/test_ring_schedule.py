@@ -105,6 +105,8 @@ def _has_compiler() -> bool:
             ("both", "4", "one-run"),
             ("both", "8", "stripes"),
             ("both", "8", "one-run"),
+            ("both", "4", "triton"),
+            ("both", "8", "triton"),
         ),
     ],
 )

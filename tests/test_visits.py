@@ -22,9 +22,10 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.positions import ALL_ROWS, Numbering
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import Visits, size_of_counts
+from pallas_kernels.core.visits import Visits, size_of_counts, visited_rows
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
@@ -41,6 +42,13 @@ def calls(draw):
     """Shapes, a spec of `Named` and blocks; each array has batch axes of its own."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     size = {a: draw(st.integers(1, 120)) for a in "ts"}
+    numbers = ALL_ROWS, ALL_ROWS
+    if draw(st.booleans()):  # a device's, of stripes
+        stripe, parts = draw(st.sampled_from([32, 64])), draw(st.integers(1, 3))
+        size = {a: stripe * draw(st.integers(1, 3)) for a in "ts"}
+        ranks = (draw(st.integers(0, parts - 1)) for _ in "ts")
+        firsts = (Named(np.int32(rank * stripe), ()) for rank in ranks)
+        numbers = tuple(Numbering(first, stripe, parts) for first in firsts)
 
     def integers(low, high, *rows):
         axes = tuple(a for a in BATCH if draw(st.booleans())) + rows
@@ -66,6 +74,7 @@ def calls(draw):
     splits = draw(st.sampled_from([1, 1, 2, 4]))
     launch = Launch(blocks, None, PLAIN, interpret=False, splits=splits)
     spec = AttentionSpec(Score(1.0), tuple(masks), offset)
+    spec = dataclasses.replace(spec, query_rows=numbers[0], key_rows=numbers[1])
     return size | dict(zip("nk", heads, strict=True)), spec, launch
 
 
@@ -132,6 +141,7 @@ def _check_order(call):
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
     missed = np.broadcast_to(kept[..., None], (*kept.shape, size["n"])).copy()
     added = collections.Counter()
+    written = np.zeros((*kept.shape[:2], size["t"]), bool)
     for tiles in programs(spec, layout):
         for tile in map(jnp.int32, range(int(tiles.count))):
             block, head = int(tiles.number(tile)), int(tiles.at(tile)["n"])
@@ -147,10 +157,14 @@ def _check_order(call):
                 start : start + keys,
             ]
             missed[(*part, head)] = False
+            written[part[:3]] = True
             if not tiles.masked(tile):
                 assert start + keys <= size["s"]
                 assert kept[part].all()
     assert not missed.any()
+    said = visited_rows(spec, layout.size, layout.rows, visits_of(spec, layout))
+    said = np.broadcast_to(said.to((*BATCH, "t")), written.shape)
+    np.testing.assert_array_equal(said, written)
 
 
 def _documents(*lengths: int) -> np.ndarray:

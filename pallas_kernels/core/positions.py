@@ -56,6 +56,16 @@ class Numbering:
         """How far the rows `row + more` stand from `row`."""
         return more if self.stripe is None else self.at(row + more) - self.at(row)
 
+    def of_block(self, start, size: int) -> Numbering:
+        """For the rows of a block: within a stripe they follow one another.
+
+        Args:
+          start: of the block, a multiple of its size.
+        """
+        if self.stripe is None or self.stripe % size:
+            return self
+        return Numbering(self.at(start) - start)
+
     def of_groups(self, size: int) -> Numbering:
         """Of groups of so many rows, which divide a stripe and what comes before."""
         first = None if self.first is None else divide(self.first, size)

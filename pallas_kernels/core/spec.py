@@ -93,6 +93,25 @@ class AttentionSpec:
             return dataclasses.replace(spec, offset=offset)
         return dataclasses.replace(spec, query_rows=query, key_rows=key)
 
+    def of_block(self, rows: Mapping[str, tuple[Any, int]]) -> AttentionSpec:
+        """For a block of pairs alone (array fields are loaded).
+
+        Args:
+          rows: (start, size) of `t` and `s`, each start a multiple of its size.
+        """
+        query, key = self.query_rows, self.key_rows
+        if self.repeat == 1:
+            query = query.of_block(*rows["t"])
+        return dataclasses.replace(
+            self, query_rows=query, key_rows=key.of_block(*rows["s"])
+        )
+
+    def odd_stripe(self, *, t: int, s: int) -> int | None:
+        """The stripe of `t` or `s` that is no multiple of blocks of so many rows."""
+        sides = (self.query_rows, t), (self.key_rows, s)
+        odd = (x.stripe for x, block in sides if x.stripe and x.stripe % block)
+        return next(odd, None)
+
     @property
     def numbers_rows(self) -> bool:
         """Whether rows have other numbers than their places."""

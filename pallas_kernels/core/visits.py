@@ -68,6 +68,43 @@ class Visits:
         blocks = Range(*(Named(x, axes) for x in jnp.broadcast_arrays(*found)))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
+    @property
+    def visited(self) -> Named:
+        """Which blocks of queries some program visits: booleans [.., i]."""
+        *batch, _, _ = self.before.axes
+        lo, hi = (
+            x.value[..., None] for x in (self.blocks.need_lo, self.blocks.need_hi)
+        )
+        i = jnp.arange(self.before.shape[-1], dtype=jnp.int32)
+        return Named(jnp.any((lo <= i) & (i < hi), axis=-2), (*batch, "i"))
+
+
+def visited_rows(
+    spec: AttentionSpec,
+    size: Mapping[str, int],
+    rows: Mapping[str, int],
+    visits: Visits | None,
+) -> Named:
+    """Which query rows lie in a block that some block of keys meets: booleans [.., t].
+
+    Args:
+      spec, size, rows: as for `Visits.of`.
+      visits: where arrays decide it.
+    """
+    block, queries = rows["t"], size["t"]
+    if visits is not None:
+        visited = visits.visited
+    else:
+        axes = (*_batch(spec), "i")
+        loaded = jax.tree.map(lambda x: x.to(axes), spec.for_ranges())
+        start = jnp.arange(-(-queries // block), dtype=jnp.int32) * block
+        end = jnp.minimum(start + block, queries)
+        first, last = loaded.key_blocks_met(start, end, size["s"], rows["s"])
+        met = (first < last) & (start < loaded.q_limit(queries))
+        visited = Named(met, axes[-met.ndim :])
+    value = jnp.repeat(visited.value, block, axis=-1)[..., :queries]
+    return Named.broadcast(value, (*visited.axes[:-1], "t"))
+
 
 def size_of_counts(
     spec: AttentionSpec, size: Mapping[str, int], rows: Mapping[str, int]

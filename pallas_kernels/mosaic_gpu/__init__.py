@@ -46,14 +46,12 @@ def unsupported(call: Call, /) -> str | None:
     ):
         if has:
             return f"the kernels have no {feature}"
-    if spec.numbers_rows:
-        return "the kernels know no rows but those from 0 on"
-    if spec.is_part:
-        return "the kernels do not write parts of a result in float32"
     if config is not None and config.splits not in (None, 1):
         return f"Config(splits={config.splits}): the forward's programs are not divided"
-    blocks = None if config is None else config.forward
-    return None if blocks is None else tuning.unfit(blocks, _heads(call))
+    blocks = _blocks(call)
+    if odd := spec.odd_stripe(t=tuning.ROWS, s=blocks.block_kv):
+        return f"blocks would lie in several stripes of {odd} rows"
+    return tuning.unfit(blocks, _heads(call), 4 if spec.is_part else 2)
 
 
 def slower(call: Call, /) -> str | None:

@@ -36,6 +36,7 @@ from pallas_kernels import division, program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import visited_rows
 from pallas_kernels.layout import Launch, Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
@@ -61,7 +62,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, over `AttentionSpec.gradient_unit`, and of k and v.
 
-    Blocks of dq that no keys meet are not written.
+    Blocks of dq that no keys meet are not written, unless there are more keys.
 
     Args:
       q, k, v, spec, launch: as in the forward; 0 lies beyond the spec's lengths.
@@ -234,7 +235,8 @@ def backward(
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
-            if layout.parts:  # in float32: where dq was on its way
+            wide = dk.dtype != k.dtype
+            if wide:  # in float32: where dq was on its way
                 k_own = v_own = refs["dq"].at[me, pl.ds(0, ROWS)]
 
                 @pl.when(tiles.count > me)
@@ -244,7 +246,7 @@ def backward(
             k_own[...] = (dk_block * spec.gradient_unit).astype(dk.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_own, dk.at(own))
-            if layout.parts:
+            if wide:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
             plgpu.commit_smem()
@@ -262,7 +264,16 @@ def backward(
         name="flash2_backward",
     )
     dq, *dkv = found
+    if spec.is_part:
+        dq = _without_unwritten(
+            dq, visited_rows(spec, layout.size, layout.rows, visits)
+        )
     return dq.value, *division.summed(dkv, of_kv)
+
+
+def _without_unwritten(dq: Named, written: Named) -> Named:
+    axes = tuple(None if a == "h" else a for a in dq.axes)
+    return Named(jnp.where(written.to(axes), dq.value, 0.0), dq.axes)
 
 
 class _ByColumns:

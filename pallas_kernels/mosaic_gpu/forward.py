@@ -75,7 +75,8 @@ def forward(
     )
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
-    o_apart = tuning.output_apart(blocks, (h, d))
+    of_output = outputs[0].dtype
+    o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
     turns = support.Turns(computing, warpgroups=computing + 1)
 
     def kernel(inputs, outputs, refs):
@@ -278,7 +279,7 @@ def forward(
         (q, k, v, spec),
         outputs,
         block={"t": ROWS, "s": keys},
-        scratch=_shared(blocks, h, d, v.dtype),
+        scratch=_shared(blocks, h, d, v.dtype, of_output),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -291,7 +292,7 @@ def _wait_until_stored() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
+def _shared(blocks, h: int, d: int, dtype, of_output) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
     refs = {
@@ -304,6 +305,6 @@ def _shared(blocks, h: int, d: int, dtype) -> dict[str, Any]:
     for name, size in (("k", h), ("v", d)):
         tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}
         refs |= Ring.shared(tiles, stages, readers=computing)
-    if tuning.output_apart(blocks, (h, d)):
-        refs["o"] = support.tile((computing, ROWS, d), dtype)
+    if tuning.output_apart(blocks, (h, d), of_output.itemsize):
+        refs["o"] = support.tile((computing, ROWS, d), of_output)
     return refs

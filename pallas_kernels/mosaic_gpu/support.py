@@ -37,6 +37,7 @@ def compiler_params() -> plgpu.CompilerParams:
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         approx_math=True,
         unsafe_no_auto_barriers=True,  # kernels place their own
+        reduction_scratch_bytes=0,  # those of rows need no shared memory
     )
 
 

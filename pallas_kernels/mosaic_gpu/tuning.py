@@ -16,8 +16,9 @@ from pallas_kernels.core.visits import size_of_counts
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
 MOST_WARPGROUPS = 3
-# What barriers and the alignment of tiles take of it at most.
-_BESIDES = 4 << 10
+# Bytes that log-sum-exps, flags and barriers take at most, each from a multiple of
+# 1024 on.
+_BESIDES = 3 << 10
 
 # By the largest head size that they are for: of many keys, and of few.
 _FORWARD = {
@@ -39,29 +40,34 @@ def choose(heads: tuple[int, int], keys: int) -> Blocks:
     return many if keys >= _MANY_KEYS else few
 
 
-def shared_memory(blocks: Blocks, heads: tuple[int, int]) -> int:
-    """Bytes that a program's tiles need, for elements of two bytes."""
-    extra = blocks.block_q * heads[1] if output_apart(blocks, heads) else 0
-    return _at_least(blocks, heads) + 2 * extra
+def shared_memory(blocks: Blocks, heads: tuple[int, int], of_output: int) -> int:
+    """Bytes that a program's tiles need, for elements of two bytes.
+
+    Args:
+      of_output: bytes of an element of the output.
+    """
+    apart = output_apart(blocks, heads, of_output)
+    return _at_least(blocks, heads) + apart * blocks.block_q * heads[1] * of_output
 
 
-def output_apart(blocks: Blocks, heads: tuple[int, int]) -> bool:
+def output_apart(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
     """Whether a tile of output is not written over its queries.
 
     Then the next queries come while it is computed and stored: so it is if it fits, and
     where the two differ in size.
     """
-    need = _at_least(blocks, heads) + 2 * blocks.block_q * heads[1]
-    return heads[0] != heads[1] or need <= device.shared_memory_limit()
+    need = _at_least(blocks, heads) + blocks.block_q * heads[1] * of_output
+    differ = heads[0] != heads[1] or of_output > 2
+    return differ or need <= device.shared_memory_limit()
 
 
 def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
     """`shared_memory` without tiles of output."""
     tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
-    return 2 * tiles + 4 * blocks.block_q + _BESIDES
+    return 2 * tiles + _BESIDES
 
 
-def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
+def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
     """Why the forward kernel cannot have these blocks, or None."""
     warpgroups, rest = divmod(blocks.block_q, ROWS)
     if rest or not 1 <= warpgroups <= MOST_WARPGROUPS:
@@ -73,7 +79,8 @@ def unfit(blocks: Blocks, heads: tuple[int, int]) -> str | None:
         return f"num_stages={blocks.num_stages} is less than one for {each}"
     if blocks.block_kv not in (64, 128, 192, 256):
         return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
-    need, limit = shared_memory(blocks, heads), device.shared_memory_limit()
+    need = shared_memory(blocks, heads, of_output)
+    limit = device.shared_memory_limit()
     if need > limit:
         return (
             f"{blocks} needs {need >> 10} KiB of shared memory and this GPU has "
@@ -158,6 +165,8 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
         return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
     if call.spec.score.soft_cap is not None and head_tile(call.size) in _NO_SOFT_CAP:
         return "with a soft cap and heads of up to 64 registers do not suffice"
+    if odd := call.spec.odd_stripe(**rows):
+        return f"blocks would lie in several stripes of {odd} rows"
     if call.spec.is_data_dependent:
         need = size_of_counts(call.spec, call.size, rows)
         if need > _MOST_COUNTS:
