@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jax_flash2 import attention
+from jax_flash2 import Context, attention
 from tests.lowering import lower_for_gpu, string_attributes
 
 # Of an H200. Attributes 75, 76, 16 and 97: capability, multiprocessors, shared memory.
@@ -111,6 +111,9 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
     for h in (64, 128):
         found[f"head size {h}, causal, 2 key heads"] = ((*shape, h), 2, causal)
         found[f"head size {h}, causal, T 2048"] = ((8, 2048, 16, h), 16, causal)
+        for layout, stripe in (("stripes", 256), ("one run", None)):
+            ring = {**causal, "context": Context("x", stripe, "ring")}
+            found[f"head size {h}, causal, ring of {layout}"] = ((*shape, h), 16, ring)
     return found
 
 
@@ -126,7 +129,12 @@ def kernels(shape: tuple[int, ...], key_heads: int, arguments: dict) -> list[byt
         out, vjp = jax.vjp(functools.partial(call, **static, **data), *arrays)
         return out, vjp(out)
 
-    return string_attributes(lower_for_gpu(run, (q, k, k), data), "module")
+    if "context" not in arguments:
+        return string_attributes(lower_for_gpu(run, (q, k, k), data), "module")
+    q, k = (jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in (q, k))
+    devices = jax.vmap(run, (0, None), axis_name="x")
+    modules = string_attributes(lower_for_gpu(devices, (q, k, k), data), "module")
+    return modules[::2]  # of the first round
 
 
 def compiler(folder: str):
