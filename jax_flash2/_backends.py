@@ -31,8 +31,8 @@ class Entry:
       platform: on which its kernels run, and elsewhere interpreted; None for any.
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are wrapped in a `custom_vjp`.
-      backward: the backend that makes the gradients that this one does not make
-        (`Backend.other_backward`).
+      backward: the backend that makes the gradients that this one does not make: those
+        of a score's operands, and all of the calls in `Backend.other_backward`.
     """
 
     module: str
@@ -49,6 +49,8 @@ BACKENDS = {
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
 _SERVED = "can serve this call"
+# Arguments of `attention` that fields of the score have other names for.
+_ARGUMENTS = {"slopes": "alibi_slopes", "factor": "scale"}
 # The oracle of the tests, quadratic in memory: only by name.
 REFERENCE = "reference"
 
@@ -70,19 +72,26 @@ def of_backward(name: str, call: Call) -> str:
     return other
 
 
+def of_score_gradients(name: str, call: Call) -> str | None:
+    """The other backend for gradients of the score's operands, if there is one."""
+    return BACKENDS[name].backward if call.spec.score.operands else None
+
+
 def of_tangents() -> str:
     """The backend that computes the tangents of every backend."""
     return next(name for name, entry in BACKENDS.items() if entry.has_tangents)
 
 
 @contextlib.contextmanager
-def lowering_context(name: str):
-    """In which a backend's functions are traced and lowered.
+def lowering_context(*names: str):
+    """In which functions of these backends are traced and lowered.
 
     The caller's rules of promotion are for the caller's code.
     """
     rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
-    with module(name).lowering_context(), rank("allow"), dtype("standard"):
+    with contextlib.ExitStack() as stack, rank("allow"), dtype("standard"):
+        for name in names:
+            stack.enter_context(module(name).lowering_context())
         yield
 
 
@@ -99,10 +108,13 @@ def reason(name: str, call: Call) -> str | None:
     except ImportError as error:
         return f"it cannot be imported: {error}"
     why_not = backend.unsupported(call)
-    if why_not is None and (other := of_backward(name, call)) != name:
-        why_not = reason(other, call.of_gradients())
-        return why_not and f"{other!r} makes its gradients: {why_not}"
-    return why_not
+    if why_not is not None:
+        return why_not
+    for other in (of_backward(name, call), of_score_gradients(name, call) or name):
+        why_not = None if other == name else reason(other, call.of_gradients())
+        if why_not is not None:
+            return f"{other!r} makes its gradients: {why_not}"
+    return None
 
 
 def reasons(call: Call) -> dict[str, str | None]:
@@ -173,6 +185,9 @@ def explain(implementation: str | None, call: Call) -> str:
             if (other := of_backward(chosen, call)) != chosen:
                 why = module(chosen).other_backward(call)
                 lines.append(f"    gradients: {other}, since {why}")
+            elif other := of_score_gradients(chosen, call):
+                fields = (_ARGUMENTS.get(x, x) for x in call.spec.score.operands)
+                lines.append(f"    gradients of {' and '.join(fields)}: {other}")
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():

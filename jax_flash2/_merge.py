@@ -55,7 +55,7 @@ def merge(
       ...         is_causal=True, query_offset=-lo, return_residual=True,
       ...     )
       >>> out, lse = merge(part(0, 30), part(30, 100))
-      >>> bool(jnp.allclose(out, attention(q, k, v, is_causal=True), atol=1e-5))
+      >>> bool(jnp.allclose(out, attention(q, k, v, is_causal=True), atol=2e-3))
       True
 
     References:

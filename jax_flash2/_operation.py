@@ -132,21 +132,31 @@ def _backward_rule(problem: Problem, operands):
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
     q, k, v, spec = problem.named([x.value for x in arrays])
+    arguments = q, k, v, spec, saved
     options = {"config": problem.config, "precision": problem.precision}
-    backend = _backends.module(_backward_backend(problem, operands))
-    return backend.backward(q, k, v, spec, saved, outputs, **options)
+    backend, *other = map(_backends.module, _backward_backends(problem, operands))
+    if not other:
+        return backend.backward(*arguments, outputs, **options)
+    end = 3 + len(spec.score.operands)
+    own, of_score = (*outputs[:3], *outputs[end:]), outputs[3:end]
+    found = backend.backward(*arguments, own, **options)
+    more = other[0].score_gradients(*arguments, of_score, **options)
+    return [*found[:3], *more, *found[3:]]
 
 
-def _own_backend(problem: Problem, operands) -> str:
+def _own_backend(problem: Problem, operands) -> tuple[str, ...]:
     del operands
-    return problem.backend
+    return (problem.backend,)
 
 
-def _backward_backend(problem: Problem, operands) -> str:
+def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    """That of the gradients, and another for those of the score's operands, if so."""
     q, k, v, *leaves = operands[: len(problem.axes)]
     spec = problem.spec_tree.unflatten(leaves)
     call = Call(q, k, v, spec, problem.config, problem.precision)
-    return _backends.of_backward(problem.backend, call)
+    name = _backends.of_backward(problem.backend, call)
+    other = _backends.of_score_gradients(name, call)
+    return (name,) if other is None else (name, other)
 
 
 class Operation:
@@ -156,7 +166,8 @@ class Operation:
       name: of the primitive.
       rule: of the problem and the operands, `Named` arrays; returns the results.
       outputs: of the same, the operands may be shape structs; returns shape structs.
-      backend: of the problem and the operands; returns the name of the rule's backend.
+      backends: of the problem and the operands; returns the names of the backends whose
+        functions the rule runs.
       primitive: for differentiation rules.
     """
 
@@ -165,10 +176,10 @@ class Operation:
         name: str,
         rule: Callable,
         outputs: Callable,
-        backend: Callable = _own_backend,
+        backends: Callable = _own_backend,
     ):
         self.name, self.rule, self.outputs = name, rule, outputs
-        self.backend = backend
+        self.backends = backends
         self.primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._implementation)
@@ -181,7 +192,7 @@ class Operation:
         return self.primitive.bind(*arrays, problem=problem, axes=axes, marker=marker)
 
     def _context(self, problem: Problem, operands):
-        return _backends.lowering_context(self.backend(problem, operands))
+        return _backends.lowering_context(*self.backends(problem, operands))
 
     def _implementation(self, *arrays, problem, axes, marker=None):
         del marker
@@ -244,7 +255,7 @@ class Operation:
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)
 BACKWARD = Operation(
-    "flash2_backward", _backward_rule, backward_outputs, _backward_backend
+    "flash2_backward", _backward_rule, backward_outputs, _backward_backends
 )
 
 

@@ -173,9 +173,29 @@ class Backend(Protocol):
     ) -> Sequence[jax.Array]:
         """Gradients of q, k, v, and of the spec's leaves that are differentiable.
 
+        Without the score's operands where the list of backends names another for those.
+
         Args:
           saved: o, lse, do and dlse (the cotangents of both results).
           outputs: shape structs, in the order of the operands. An axis that an output
             lacks is summed over; one that it has beyond its operand is `jax.vmap`'s.
+        """
+        ...
+
+    def score_gradients(
+        self,
+        q: Named,
+        k: Named,
+        v: Named,
+        spec: AttentionSpec,
+        saved: tuple[Named, Named, Named, Named],
+        outputs: tuple[Named, ...],
+        *,
+        config: Config | None,
+        precision: Any,
+    ) -> Sequence[jax.Array]:
+        """Gradients of the score's operands (`Score.operands`), in their order.
+
+        Asked only of a backend that another has in the list for its gradients.
         """
         ...

@@ -78,13 +78,30 @@ def backward(
     gradients = [grad_q]
     for name, out in kernels.items():
         gradients += run(name, "t", q, k, v, spec, saved_rows, out)
-    structs = iter(outputs[3:])
-    for field in spec.score.operands:
-        out = next(structs)
+    fields = spec.score.operands
+    for field, out in zip(fields, outputs[3:], strict=False):
         gradients.append(_score_operand(run, q, k, v, spec, saved_rows, out, field))
     if sink is not None:
-        gradients.append(of_sink(sink, lse, delta, next(structs)))
+        gradients.append(of_sink(sink, lse, delta, outputs[-1]))
     return tuple(gradients)
+
+
+def score_gradients(
+    run: Callable,
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named, Named],
+    outputs: tuple[Named, ...],
+) -> tuple[jax.Array, ...]:
+    """Gradients of the score's operands alone (`backend.Backend.score_gradients`)."""
+    spec, k, v = _without_dropped(q, dataclasses.replace(spec, sink=None), k, v)
+    o, lse, do, dlse = saved
+    lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
+    rows = lse_log2, delta(o, lse, do, dlse), do
+    fields = zip(spec.score.operands, outputs, strict=True)
+    return tuple(_score_operand(run, q, k, v, spec, rows, out, x) for x, out in fields)
 
 
 def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:

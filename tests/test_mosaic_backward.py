@@ -11,7 +11,7 @@ import pytest
 from jax_flash2 import attention, explain
 from tests import tolerances
 from tests.cases import Case, by_name
-from tests.lowering import lower_for_gpu
+from tests.lowering import kernel_modules, lower_for_gpu
 from tests.mosaic import (
     MOSAIC,
     SERVED,
@@ -26,13 +26,7 @@ from tests.tiers import mostly_deep
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
 
-BACKWARD = [
-    case
-    for case in SERVED
-    if case.h == case.d == 16
-    and not case.has("alibi_slopes")
-    and not isinstance(case.inputs("float32")[1].get("scale"), np.ndarray)
-]
+BACKWARD = [case for case in SERVED if case.h == case.d == 16]
 
 FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
@@ -42,12 +36,32 @@ FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 def test_backward_lowers(case, head, any_size):
     text = lowered(with_heads(case, head), jnp.bfloat16)
     assert text.count("custom_call @mosaic_gpu") == 2
-    assert "flash2_backward" in text and "__gpu$xla.gpu.triton" not in text
+    assert "flash2_backward" in text and set(kernel_modules(text)) == _of_score(case)
+
+
+def _of_score(case: Case) -> set[str]:
+    """The kernels of another backend, for gradients of the score's operands."""
+    _, arguments = case.inputs("float32")
+    is_data = isinstance(arguments.get("scale"), np.ndarray)
+    found = {"flash2_dslopes"} if case.has("alibi_slopes") else set()
+    return found | ({"flash2_dfactor"} if is_data else set())
+
+
+def test_score_gradients_of_another_backend(any_size):
+    """`explain` names who makes them."""
+    arrays, arguments = with_heads(by_name("alibi"), 64).inputs(jnp.bfloat16)
+    texts = []
+
+    def run(q, k, v):
+        texts.append(explain(q, k, v, **arguments, **MOSAIC))
+        return q
+
+    lower_for_gpu(run, *arrays)
+    assert "    gradients of alibi_slopes: triton\n" in texts[0]
 
 
 OTHER = {
     "head_size": (by_name("head_72_24"), "head sizes (72, 24)"),
-    "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
     "soft_cap": (with_heads(by_name("soft_cap"), 64), "registers do not suffice"),
 }

@@ -113,7 +113,7 @@ def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
     return np.broadcast_to(True if kept is None else kept, shape)
 
 
-@pytest.mark.parametrize("examples", [8, *deeply(150)])
+@pytest.mark.parametrize("examples", [8, *deeply(60)])
 def test_programs_wait_for_those_before_them(examples):
     search = settings(max_examples=examples)(given(calls())(_check_order))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

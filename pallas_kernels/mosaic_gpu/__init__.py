@@ -130,6 +130,14 @@ def _backward_layout(call: Call) -> memory.Layout | None:
     return memory.Layout.of("dkv", call.operands, launch)
 
 
+def _unit(spec, axes):
+    """`AttentionSpec.gradient_unit` against an array with these axes."""
+    score = spec.score
+    if score.factor is not None:
+        score = dataclasses.replace(score, factor=score.factor.to(axes))
+    return dataclasses.replace(spec, score=score).gradient_unit
+
+
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
@@ -145,7 +153,7 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
         q, k, v, spec, (lse_log2, delta, do), (wide, of_k, of_v), launch=launch
     )
     axes = [None if a == "h" else a for a in of_q.axes]
-    dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * spec.gradient_unit)
+    dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
     gradients = [dq.astype(of_q.dtype), dk, dv]
     if sink is not None:
         gradients.append(passes.of_sink(sink, lse, delta, rest[0]))

@@ -161,8 +161,6 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
       rows: of a block of `t` and of `s`.
       programs: for each multiprocessor.
     """
-    if call.spec.score.operands:
-        return f"the kernel has no gradient of {' or '.join(call.spec.score.operands)}"
     if call.spec.score.soft_cap is not None and head_tile(call.size) in _NO_SOFT_CAP:
         return "with a soft cap and heads of up to 64 registers do not suffice"
     if odd := call.spec.odd_stripe(**rows):

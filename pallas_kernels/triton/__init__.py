@@ -163,3 +163,9 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     run = functools.partial(_run, config=config, precision=precision)
     apart = "dkv" not in tuning.kernels(_head_blocks([q, v]))
     return passes.backward(run, q, k, v, spec, saved, outputs, dk_and_dv_apart=apart)
+
+
+def score_gradients(q, k, v, spec, saved, outputs, *, config, precision):
+    """Gradients of the score's operands alone (`backend.Backend`)."""
+    run = functools.partial(_run, config=config, precision=precision)
+    return passes.score_gradients(run, q, k, v, spec, saved, outputs)
