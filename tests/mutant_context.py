@@ -28,6 +28,12 @@ MUTANTS = [
             "(count - stripes * step)",
             NUMBERS,
         ),
+        (
+            "a block's rows numbered from its first number",
+            "Numbering(self.at(start) - start)",
+            "Numbering(self.at(start))",
+            "tests/test_context.py -k kernels",
+        ),
     ),
     *of(
         "pallas_kernels/core/mask.py",
@@ -65,9 +71,15 @@ MUTANTS = [
             one("causal", "ring", "3"),
         ),
         (
+            "gradients of other keys as integers of other ones",
+            "halves = halves.reshape(*grads.shape, words)",
+            "halves = halves[..., ::-1].reshape(*grads.shape, words)",
+            "tests/test_context.py -m '' -k 'kernels and bfloat16 and ring'",
+        ),
+        (
             "gradients that do not come home",
-            "rounds.unpacked(shift(grads))",
-            "rounds.unpacked(grads)",
+            "rounds.unpacked(shift(grads + more))",
+            "rounds.unpacked(grads + more)",
             one("causal", "ring"),
         ),
         (

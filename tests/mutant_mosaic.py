@@ -36,6 +36,12 @@ MUTANTS = [
             "(i <= hi)",
             ORDER,
         ),
+        (
+            "rows that no keys meet as written",
+            "met = (first < last) &",
+            "met = (first <= last) &",
+            "tests/test_visits.py -k no_keys_meet",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/tiles.py",

@@ -203,6 +203,22 @@ def test_counts_that_are_too_large(monkeypatch, any_size):
     assert "to order the sums of dq takes" in texts[0]
 
 
+@pytest.mark.parametrize("ids", [False, True])
+def test_rows_that_no_keys_meet(ids):
+    """The first block of queries stands before all keys; the last is padding."""
+    masks = [Window(None, 0), Lengths(Named(np.int32([48, 40]), ("b0",)), None)]
+    if ids:
+        same = Named(np.zeros(64, np.int32), ("t",))
+        masks.append(SegmentIds(same, same.renamed("t", "s")))
+    spec = AttentionSpec(Score(1.0), tuple(masks), Named(np.int32(-16), ()))
+    size, rows = {"t": 64, "s": 64}, {"t": 16, "s": 16}
+    visits = Visits.of(spec, size, rows, last_first=False) if ids else None
+    found = visited_rows(spec, size, rows, visits).to(("b0", "t"))
+    number = np.arange(64)
+    expected = np.broadcast_to((number >= 16) & (number < 48), (2, 64))
+    np.testing.assert_array_equal(np.broadcast_to(found, (2, 64)), expected)
+
+
 MAPPED = [
     x for x in itertools.product((None, 0), (None, 1), (None, 0)) if x != (None,) * 3
 ]

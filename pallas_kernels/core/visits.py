@@ -61,9 +61,7 @@ class Visits:
         start = jnp.arange(keys, dtype=jnp.int32) * rows["s"]
         end = jnp.minimum(start + rows["s"], size["s"])
         found = loaded.q_blocks(start, end, size["t"], rows["t"])
-        lo, hi = (x[..., None] for x in (found.need_lo, found.need_hi))
-        i = jnp.arange(queries, dtype=jnp.int32)
-        visited = ((lo <= i) & (i < hi)).astype(jnp.int32)
+        visited = _in(found, queries).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2, reverse=last_first)
         blocks = Range(*(Named(x, axes) for x in jnp.broadcast_arrays(*found)))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
@@ -72,11 +70,16 @@ class Visits:
     def visited(self) -> Named:
         """Which blocks of queries some program visits: booleans [.., i]."""
         *batch, _, _ = self.before.axes
-        lo, hi = (
-            x.value[..., None] for x in (self.blocks.need_lo, self.blocks.need_hi)
-        )
-        i = jnp.arange(self.before.shape[-1], dtype=jnp.int32)
-        return Named(jnp.any((lo <= i) & (i < hi), axis=-2), (*batch, "i"))
+        found = Range(*(x.value for x in self.blocks))
+        visited = jnp.any(_in(found, self.before.shape[-1]), axis=-2)
+        return Named(visited, (*batch, "i"))
+
+
+def _in(blocks: Range, count: int) -> jax.Array:
+    """Which of so many blocks are in each range: booleans [.., blocks]."""
+    lo, hi = (x[..., None] for x in (blocks.need_lo, blocks.need_hi))
+    i = jnp.arange(count, dtype=jnp.int32)
+    return (lo <= i) & (i < hi)
 
 
 def visited_rows(
