@@ -24,7 +24,10 @@ from tests.mosaic import (
 from tests.tiers import mostly_deep
 
 # Cases whose gradients the backend makes itself, where it has the head size.
-WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
+WIDER = {
+    **{"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)},
+    **{"192_128": (192, 128), "160": (160, 160), "130_136": (130, 136)},
+}
 
 BACKWARD = [case for case in SERVED if case.h == case.d == 16]
 
@@ -136,6 +139,21 @@ def test_tiles_wider_than_heads(name, group, any_size, record_property):
     check(case, "bfloat16", record_property)
 
 
+OF_WIDE_HEADS = (
+    *("plain", "window_offset", "lengths_causal", "segments_causal_gqa"),
+    *("alibi_batch", "sinks", "scale_data"),
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [(192, 128), (160, 160)], ids=["192_128", "160"])
+@pytest.mark.parametrize("name", OF_WIDE_HEADS)
+def test_error_rule_of_wide_heads(name, heads, any_size, record_property):
+    h, d = heads
+    case = dataclasses.replace(by_name(name).full(), h=h, d=d)
+    check(case, "bfloat16", record_property)
+
+
 @on_hopper
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BACKWARD))
@@ -176,11 +194,12 @@ def test_padding_never_comes_through(poison, packed, any_size):
 
 
 @on_hopper
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("heads", [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("name", ["plain", "causal", "gqa", "lengths_causal"])
-def test_same_bits(name, head, any_size):
+def test_same_bits(name, heads, any_size):
     """Where many programs add to the same blocks of a gradient."""
-    case = dataclasses.replace(with_heads(by_name(name), head), t=2048, s=2048)
+    h, d = heads
+    case = dataclasses.replace(by_name(name), h=h, d=d, t=2048, s=2048)
     arrays, arguments = case.inputs(jnp.bfloat16)
 
     @jax.jit

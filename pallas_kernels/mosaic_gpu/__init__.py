@@ -120,6 +120,8 @@ def _backward_launch(call: Call) -> Launch | None:
     """None where there is no kernel for the call's heads."""
     blocks = tuning.of_backward(_heads(call))
     splits = None if call.config is None else call.config.splits
+    if not tuning.computes_ahead(tuning.head_tiles(call.size)):
+        splits = 1  # there is no room for sums in float32
     return None if blocks is None else _launch(blocks, call.precision, splits)
 
 

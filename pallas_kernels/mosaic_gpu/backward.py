@@ -6,7 +6,8 @@ its keys. Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk a
 are summed in their registers. p goes to its product from registers, dz from shared
 memory, of which all warpgroups together make dq of the block. The products of the next
 queries and keys run while dq goes to shared memory. One more warpgroup has a warp that
-loads, by TMA, and one that adds dq to global memory, by TMA too, in float32.
+loads, by TMA, and one that adds dq to global memory, by TMA too, in float32. Of heads
+above 128 there is no room for that, and p is rounded before dz is made of it.
 
 The additions to a block of dq have one order, that of the programs whose keys meet it,
 so that the same inputs give the same bits: from the last key block or from the first
@@ -16,7 +17,7 @@ it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32. Heads
-are as wide as `tuning.head_tile`: beyond an array 0 is read, and nothing is written.
+are as wide as `tuning.head_tiles`: beyond an array 0 is read, and nothing is written.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ def backward(
     layout = memory.Layout.of("dkv", operands, launch)
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
-    width = tuning.head_tile(layout.size)
+    width = tuning.head_tiles(layout.size)
     elements = {x: memory.head_elements(layout.size[x]) for x in "hd"}
-    wider = {x: width for x, n in elements.items() if n < width}
+    wider = {x: width[x] for x, n in elements.items() if n < width[x]}
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
-    parts = _parts_of_dq(rows, width, computing)
+    parts = _parts_of_dq(rows, width["h"], computing)
+    ahead = tuning.computes_ahead(width)
+    dq_tiles = _DQ_TILES if ahead else 1
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
 
@@ -108,7 +111,7 @@ def backward(
             @pl.loop(0, tiles.count)
             def _(tile):
                 here, before = tiles.at(tile), tiles.before(tile)
-                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
                 source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
                 plgpu.barrier_wait(refs["dq here"].at[slot])
                 plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
@@ -156,8 +159,17 @@ def backward(
             def multiply(qk_sum, tile, k_own):
                 plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
 
+            def first_products(tile):
+                def issue(qk_sum):
+                    multiply(qk_sum, tile, tiles_of_keys(tile)[1])
+                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
+
+                ring.wait("q", tile)
+                return pl.run_scoped(issue, block_sum)
+
             def visit(dk_sum, dv_sum, tile, qk):
                 """Takes the products of keys and queries of a tile, makes the next."""
+                qk = qk if ahead else first_products(tile)
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(
@@ -165,73 +177,98 @@ def backward(
                 )
                 here = {**there, "s": own["s"]}
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
-                dz_tile = refs["dz"].at[ring.slot(tile)]
-                slot = lax.rem(tile, jnp.int32(_DQ_TILES))
+                dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
 
-                def of_pairs(dp_sum):
-                    ring.wait("do", tile)
-                    plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+                def recomputed():
                     pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                     lse = pairs.along(vector("lse", tile), "t")
-                    again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
+                    return pairs, pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
+
+                def issue_dp(dp_sum):
+                    plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+
+                def issue_dv(p):
+                    plgpu.wgmma(dv_sum, p.astype(do.dtype), do_tile)
+
+                def at_once(dp_sum):
+                    """p, and dz. The product for dp runs beside the exponents."""
+                    ring.wait("do", tile)
+                    issue_dp(dp_sum)
+                    pairs, again = recomputed()
                     dropped = again.dropped
                     change = pairs.along(vector("delta", tile), "t")
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
                     return dropped, again.dz(dp, change)
 
+                def one_by_one(dp_sum):
+                    """dz, in fewer registers: of a rounded p, whose product runs."""
+                    pairs, again = recomputed()
+                    again = again._replace(p=again.p.astype(q.dtype).astype(_F32))
+                    p = again.dropped.astype(do.dtype)
+                    ring.wait("do", tile)
+                    issue_dv(p)
+                    issue_dp(dp_sum)
+                    dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+                    change = pairs.along(vector("delta", tile), "t")
+                    return None, again.dz(dp, change)
+
+                of_pairs = at_once if ahead else one_by_one
                 p, dz = pl.run_scoped(of_pairs, block_sum)
+                if not ahead:  # all have read the last one
+                    support.named_barrier("sync", jnp.int32(together), computing)
                 dz_tile[mine] = dz.astype(q.dtype)
-                plgpu.wgmma(dv_sum, p.astype(do.dtype), do_tile)
+                if p is not None:
+                    issue_dv(p)
                 plgpu.commit_smem()
                 plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
                 support.named_barrier("sync", jnp.int32(together), computing)
                 more = tile + 1 < tiles.count
                 after = minimum(tile + 1, tiles.count - 1)
 
-                @pl.when(more)
-                def _():
-                    ring.wait("q", after)
+                if ahead:
 
-                @pl.when(tile >= _DQ_TILES)
+                    @pl.when(more)
+                    def _():
+                        ring.wait("q", after)
+
+                @pl.when(tile >= dq_tiles)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[slot])
 
                 plgpu.wgmma_wait(0)
                 ring.release("do", tile)
 
-                def of_queries(dq_sum, qk_sum):
+                def of_queries(dq_sum, *qk_sum):
                     left, right = parts(me, dz_tile, k_block)
                     plgpu.wgmma(dq_sum, support.transposed(left), right)
-                    multiply(qk_sum, after, k_own)
-                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
+                    for x in qk_sum:
+                        multiply(x, after, k_own)
+                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=len(qk_sum))
                     pl.when(more)(lambda: ring.release("q", tile))
                     parts.of_sum(me, refs["dq"].at[slot])[...] = part
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(refs["dq here"].at[slot])
-                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
+                    loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_sum]
+                    return loaded[0] if loaded else tile
 
                 dq_sum = plgpu.ACC(parts.shape, _F32)
-                return pl.run_scoped(of_queries, dq_sum, block_sum)
+                return pl.run_scoped(of_queries, dq_sum, *[block_sum] * ahead)
 
             def walk(dk_sum, dv_sum):
                 first, count = jnp.int32(0), support.unknown(tiles.count)
 
-                def start(qk_sum):
-                    multiply(qk_sum, first, tiles_of_keys(first)[1])
-                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
-
                 @pl.when(tiles.count > 0)
                 def _():
-                    ring.wait("q", first)
-                    qk = pl.run_scoped(start, block_sum)
+                    qk = first_products(first) if ahead else first
                     step = functools.partial(visit, dk_sum, dv_sum)
                     lax.fori_loop(first, count, step, qk)
 
                 return dk_sum[...], dv_sum[...]
 
             plgpu.barrier_wait(refs["own here"])
-            sums = plgpu.ACC((ROWS, width), _F32)
-            dk_block, dv_block = pl.run_scoped(walk, sums, sums)
+            sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
+            dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
@@ -259,7 +296,7 @@ def backward(
         (q, k, v, spec, saved, visits),
         results,
         block={"t": rows, "s": ROWS, **wider},
-        scratch=_shared(blocks, width, elements, q.dtype),
+        scratch=_shared(blocks, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",
     )
@@ -311,32 +348,39 @@ def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
     return _ByColumns(rows, h, computing)
 
 
-def _shared(blocks, width: int, elements: Mapping[str, int], dtype) -> dict[str, Any]:
+def _shared(
+    blocks, width: Mapping[str, int], elements: Mapping[str, int], ahead: bool, dtype
+) -> dict[str, Any]:
     """Tiles and barriers of a program, by name.
 
     Args:
-      width: of tiles of heads.
-      elements: of heads `h` and `d`.
+      width: of tiles of heads `h` and `d`.
+      elements: of these heads.
+      ahead: whether the products of the next queries are made early.
     """
     computing, stages = blocks.block_kv // ROWS, blocks.num_stages
     rows, keys = blocks.block_q, blocks.block_kv
+    columns = dict(elements)
+    if not ahead:  # a warpgroup makes some columns of dq
+        columns["h"] = math.gcd(elements["h"], width["h"] // computing)
 
     def of_heads(name, count, size):
-        return support.tile((count, size, width), dtype, elements[name])
+        return support.tile((count, size, width[name]), dtype, columns[name])
 
-    both = math.gcd(*elements.values())  # parts of dk and dv pass through it, too
+    both = math.gcd(*columns.values())  # parts of dk and dv pass through it, too
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows), "delta": vector}
+    dq_tiles = _DQ_TILES if ahead else 1
     return {
         "k": of_heads("h", 1, keys),
         "v": of_heads("d", 1, keys),
         # Both operands of a product have one swizzle.
-        "dz": support.tile((stages, keys, rows), dtype, elements["h"]),
-        "dq": support.tile((_DQ_TILES, rows, width), _F32, both),
+        "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
+        "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
-        "dq here": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=computing),
-        "dq read": plgpu.Barrier(num_barriers=_DQ_TILES, num_arrivals=1),
+        "dq here": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=computing),
+        "dq read": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=1),
         **Ring.shared(of_q, stages, readers=computing),
         **Ring.shared(of_do, stages, readers=computing),
     }

@@ -134,22 +134,33 @@ _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
 _FILLED = 0.62
 
 
-def head_tile(size: Mapping[str, int]) -> int:
-    """Width of the tiles of heads in the backward kernel, of keys and values alike."""
-    return 64 if max(size["h"], size["d"]) <= 64 else 128
+def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
+    """Widths of the tiles of heads in the backward kernel, of keys and of values."""
+    largest = max(size["h"], size["d"])
+    if largest <= 128:
+        return dict.fromkeys("hd", 64 if largest <= 64 else 128)
+    return {"h": -(-size["h"] // 32) * 32, "d": -(-size["d"] // 16) * 16}
+
+
+def computes_ahead(width: Mapping[str, int]) -> bool:
+    """Whether registers and shared memory suffice for products of the next queries."""
+    return width["h"] + width["d"] <= 256
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:
     """Blocks of the backward kernel; None of heads that do not fit it, or not well."""
-    width = head_tile(dict(zip("hd", heads, strict=True)))
-    fits = max(heads) <= width and sum(heads) >= 2 * _FILLED * width
-    return _BACKWARD[width] if fits else None
+    width = head_tiles(dict(zip("hd", heads, strict=True)))
+    if not computes_ahead(width):
+        fits = max(width.values()) <= 192 and sum(width.values()) <= 320
+        return _BACKWARD[128] if fits else None
+    fits = sum(heads) >= _FILLED * sum(width.values())
+    return _BACKWARD[max(width.values())] if fits else None
 
 
-# Widths of tiles at which a soft cap leaves too few registers: 450 bytes are spilled
-# (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed (NVIDIA H200,
-# 2026-11-24: 067-mosaic-gpu-backward.md).
-_NO_SOFT_CAP = (64,)
+# Widths of tiles at which a soft cap leaves too few registers: 300 to 450 bytes are
+# spilled (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed
+# (NVIDIA H200, 2026-11-24: 067-mosaic-gpu-backward.md).
+_NO_SOFT_CAP = (64, 144, 160, 176, 192)
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
 
@@ -161,8 +172,13 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
       rows: of a block of `t` and of `s`.
       programs: for each multiprocessor.
     """
-    if call.spec.score.soft_cap is not None and head_tile(call.size) in _NO_SOFT_CAP:
-        return "with a soft cap and heads of up to 64 registers do not suffice"
+    width = head_tiles(call.size)
+    if call.spec.is_part and not computes_ahead(width):
+        return "parts in float32 of heads above 128 do not fit shared memory"
+    if call.spec.score.soft_cap is not None and max(width.values()) in _NO_SOFT_CAP:
+        return (
+            f"with a soft cap and heads of {call.head_sizes} registers do not suffice"
+        )
     if odd := call.spec.odd_stripe(**rows):
         return f"blocks would lie in several stripes of {odd} rows"
     if call.spec.is_data_dependent:
