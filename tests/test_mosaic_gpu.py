@@ -49,11 +49,6 @@ def test_many_tiles_a_program_lower(name, multiprocessors):
 WRONG = {
     "float32": ({}, {"dtype": jnp.float32}, "dtype float32 is not"),
     "head_size": ({}, {"h": 264}, "head size 264 is above 256"),
-    "dropout": (
-        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
-        {},
-        "no dropout",
-    ),
     "bias": ({"bias": jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.float32)}, {}, "no bias"),
     "mask": ({"mask": jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bool_)}, {}, "no mask"),
     "splits": ({"config": Config(splits=2)}, {}, "are not divided"),

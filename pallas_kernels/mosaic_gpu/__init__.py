@@ -15,7 +15,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropout, memory, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
@@ -41,7 +41,6 @@ def unsupported(call: Call, /) -> str | None:
     spec, config = call.spec, call.config
     for feature, has in (
         ("bias", spec.score.bias is not None),
-        ("dropout", spec.dropout is not None),
         ("mask array", spec.is_dense),
     ):
         if has:
@@ -115,7 +114,7 @@ def other_backward(call: Call, /) -> str | None:
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
-    return Launch(blocks, precision, support.ARITHMETIC, False, splits)
+    return Launch(blocks, precision, dropout.ARITHMETIC, False, splits)
 
 
 def _backward_launch(call: Call) -> Launch | None:

@@ -104,6 +104,9 @@ def slower(call: Call, programs: float) -> str | None:
       programs: for each multiprocessor.
     """
     keys = call.spec.mean_keys(call.size["s"])
+    for feature, has in (("dropout", call.spec.dropout is not None),):
+        if has:
+            return f"with {feature} these kernels have not been timed"
     if call.spec.is_sparse:
         return "most blocks of keys may be skipped"
     if call.size["t"] < _FEWEST_ROWS:
