@@ -16,7 +16,7 @@ from tests.lowering import lower_for_gpu
 
 MOSAIC = {"implementation": "mosaic_gpu"}
 
-DECLINED = ("bias", "mask")
+DECLINED = ("bias",)
 
 SERVED = [
     case

@@ -101,6 +101,8 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
         "sinks": {"is_causal": True, "sinks": jnp.zeros(16)},
         "dropout": {"dropout_rate": 0.1, "dropout_rng": key},
         "causal dropout": {**causal, "dropout_rate": 0.1, "dropout_rng": key},
+        "mask": {"mask": jnp.zeros((8192, 8192), jnp.bool_)},
+        "causal mask": {**causal, "mask": jnp.zeros((8192, 8192), jnp.bool_)},
     }
     shape = (2, 8192, 16)
     found = {

@@ -9,8 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import dropout as core
 from pallas_kernels.core.arithmetic import PLAIN
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.mosaic_gpu import dropout
+from pallas_kernels.mosaic_gpu import dropout, pairwise
 
 THREADS = 128
 PRODUCT = plgpu.Layout.WGMMA
@@ -66,3 +67,15 @@ def test_bits_of_threads(order, striped):
     np.testing.assert_array_equal(
         np.moveaxis(np.asarray(found), -1, 0), dealt(np.asarray(whole), PRODUCT)
     )
+
+
+@pytest.mark.parametrize("name", ["t", "s"])
+def test_words_of_masks(name):
+    """Bit i of word j is element 32 * j + i."""
+    mask = np.random.default_rng(0).random((2, 64, 96)) < 0.5
+    words = pairwise.in_words(Named(jnp.asarray(mask), ("b0", "t", "s")), name)
+    axis = words.axes.index(name)
+    places = np.arange(mask.shape[axis])
+    found = np.take(words.value, places // 32, axis)
+    places = np.expand_dims(places % 32, [i for i in range(3) if i != axis])
+    np.testing.assert_array_equal(found >> np.uint32(places) & 1, mask)

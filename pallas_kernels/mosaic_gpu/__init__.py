@@ -39,10 +39,7 @@ def unsupported(call: Call, /) -> str | None:
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
     spec, config = call.spec, call.config
-    for feature, has in (
-        ("bias", spec.score.bias is not None),
-        ("mask array", spec.is_dense),
-    ):
+    for feature, has in (("bias", spec.score.bias is not None),):
         if has:
             return f"the kernels have no {feature}"
     if spec.numbers_rows:
@@ -96,7 +93,7 @@ def forward(q, k, v, spec, outputs, *, config, precision):
     size = sizes([q, k])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table("s", *rows)
-    v = spec.without_padding(v)
+    v = spec.without_dropped(spec.without_padding(v))
     launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
 
@@ -135,6 +132,7 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     q, k, v, do = map(spec.without_padding, (q, k, v, saved[2]))
+    k, v = map(spec.without_dropped, (k, v))
     o, lse, _, dlse = saved
     delta = passes.delta(o, lse, do, dlse)
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)

@@ -64,9 +64,7 @@ def bits(
         for i, pair in enumerate(found):
             values = [x.value for x in pair]
             registers.flat[i] = vector.from_elements(kind, values)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=to, _is_signed=False
-        )
+        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=False)
 
     key, tweak = (x.astype(jnp.uint32) for x in dropout.seed)
     return make(counters(0), counters(1), key, tweak)

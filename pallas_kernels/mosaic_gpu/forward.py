@@ -286,6 +286,7 @@ def forward(
         (q, k, v, spec),
         outputs,
         block={"t": ROWS, "s": keys},
+        columns="s",
         scratch=_shared(blocks, h, d, v.dtype),
         warpgroups=computing + 1,
         name="flash2_forward",

@@ -104,7 +104,10 @@ def slower(call: Call, programs: float) -> str | None:
       programs: for each multiprocessor.
     """
     keys = call.spec.mean_keys(call.size["s"])
-    for feature, has in (("dropout", call.spec.dropout is not None),):
+    for feature, has in (
+        ("dropout", call.spec.dropout is not None),
+        ("a mask array", call.spec.is_dense),
+    ):
         if has:
             return f"with {feature} these kernels have not been timed"
     if call.spec.is_sparse:
