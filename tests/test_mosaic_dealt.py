@@ -76,6 +76,6 @@ def test_words_of_masks(name):
     words = pairwise.in_words(Named(jnp.asarray(mask), ("b0", "t", "s")), name)
     axis = words.axes.index(name)
     places = np.arange(mask.shape[axis])
-    found = np.take(words.value, places // 32, axis)
+    found = np.take(np.asarray(words.value), places // 32, axis)
     places = np.expand_dims(places % 32, [i for i in range(3) if i != axis])
-    np.testing.assert_array_equal(found >> np.uint32(places) & 1, mask)
+    np.testing.assert_array_equal(found >> np.uint32(places) & np.uint32(1), mask)

@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_gpu import support
 
 WORD = 32  # pairs
 _WIDEST = 4  # words of a load
+_GLOBAL = 1  # the address space
 _LAYOUT = plgpu.Layout.WGMMA
 
 
@@ -127,7 +128,8 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         row, column = (
             vector.extract(x.registers.flat[0], [], [0]) for x in (rows, columns)
         )
-        pointer = utils.memref_ptr(ref)
+        space = llvm.PointerType.get(_GLOBAL)
+        pointer = llvm.addrspacecast(space, utils.memref_ptr(ref))
         register = of_place(pointer, row, column, strides, kind.element_type)
         layout = _LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)
