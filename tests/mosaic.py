@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, attention
-from pallas_kernels import device
+from pallas_kernels import device, triton
 from tests import tolerances
 from tests.cases import CASES, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
 
 MOSAIC = {"implementation": "mosaic_gpu"}
 
-DECLINED = ("bias",)
+SERVED = [case for case in CASES if max(case.h, case.d) <= 256]
 
-SERVED = [
-    case
-    for case in CASES
-    if max(case.h, case.d) <= 256 and not any(map(case.has, DECLINED))
-]
-
-# What the backend serves, all together: no case of the common ones has just that.
+# All that the backend serves, together.
 EVERYTHING = dataclasses.replace(
     by_name("plain"),
     name="everything_served",
@@ -32,6 +26,9 @@ EVERYTHING = dataclasses.replace(
         **by_name("segments").arguments(rng, case),
         **by_name("alibi_batch").arguments(rng, case),
         **by_name("lengths").arguments(rng, case),
+        **by_name("mask_full").arguments(rng, case),
+        **by_name("bias_shared").arguments(rng, case),
+        **by_name("dropout").arguments(rng, case),
         "sinks": np.float32(rng.standard_normal(case.n)),
         "logits_soft_cap": 4.0,
         "local_window_size": (25, None),
@@ -59,6 +56,20 @@ def lowered(case: Case, dtype, **more) -> str:
         return out, vjp(out)
 
     return lower_for_gpu(run, arrays, data)
+
+
+def beside_triton(own):
+    """The backend's backward, with the gradients of operands from Triton's kernels.
+
+    Args:
+      own: what it makes itself, those of query, key and value first.
+    """
+
+    def backward(*arguments, **options):
+        gradients = own(*arguments, **options)
+        return [*gradients[:3], *triton.backward(*arguments, **options)[3:]]
+
+    return backward
 
 
 def with_heads(case: Case, size: int) -> Case:

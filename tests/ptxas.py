@@ -102,6 +102,9 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
         "dropout": {"dropout_rate": 0.1, "dropout_rng": key},
         "causal dropout": {**causal, "dropout_rate": 0.1, "dropout_rng": key},
         "mask": {"mask": jnp.zeros((8192, 8192), jnp.bool_)},
+        "bias": {"bias": jnp.zeros((16, 8192, 8192))},
+        "causal bias": {**causal, "bias": jnp.zeros((16, 8192, 8192))},
+        "half bias": {"bias": jnp.zeros((16, 8192, 8192), jnp.bfloat16)},
         "causal mask": {**causal, "mask": jnp.zeros((8192, 8192), jnp.bool_)},
     }
     shape = (2, 8192, 16)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from jax_flash2 import attention, explain
+from pallas_kernels import mosaic_gpu, triton
+from pallas_kernels.mosaic_gpu import tuning
 from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import lower_for_gpu
 from tests.mosaic import (
     MOSAIC,
     SERVED,
+    beside_triton,
     check,
     in_both_dtypes,
     lowered,
@@ -26,13 +29,16 @@ from tests.tiers import mostly_deep
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)}
 
-BACKWARD = [
+KERNEL = [
     case
     for case in SERVED
     if case.h == case.d == 16
     and not case.has("alibi_slopes")
     and not isinstance(case.inputs("float32")[1].get("scale"), np.ndarray)
 ]
+BACKWARD = [case for case in KERNEL if not case.has("bias")]
+# The kernel takes a bias, but makes no gradient of it.
+BIASED = [case for case in KERNEL if case.has("bias")]
 
 FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
@@ -45,9 +51,26 @@ def test_backward_lowers(case, head, any_size):
     assert "flash2_backward" in text and "__gpu$xla.gpu.triton" not in text
 
 
+@pytest.fixture
+def with_bias(monkeypatch, any_size):
+    """The kernel makes what it can of the gradients of calls with a bias."""
+    monkeypatch.setattr(tuning, "no_backward", lambda *_: None)
+    monkeypatch.setattr(mosaic_gpu, "backward", beside_triton(mosaic_gpu.backward))
+    monkeypatch.setattr(mosaic_gpu, "lowering_context", triton.lowering_context)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("case", mostly_deep(BIASED, ("bias_shared", "bias_half")))
+def test_backward_with_a_bias_lowers(case, head, with_bias):
+    text = lowered(with_heads(case, head), jnp.bfloat16)
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "flash2_backward" in text
+
+
 OTHER = {
     "head_size": (by_name("head_72_24"), "head sizes (72, 24)"),
     "alibi": (with_heads(by_name("alibi"), 64), "no gradient of slopes"),
+    "bias": (with_heads(by_name("bias"), 64), "no gradient of bias"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
     "soft_cap": (with_heads(by_name("soft_cap"), 64), "registers do not suffice"),
 }
@@ -126,6 +149,13 @@ def test_tiles_wider_than_heads(name, group, any_size, record_property):
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BACKWARD))
 def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
+    check(with_heads(case.full(), head), dtype, record_property)
+
+
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BIASED))
+def test_error_rule_with_a_bias(case, dtype, head, with_bias, record_property):
     check(with_heads(case.full(), head), dtype, record_property)
 
 

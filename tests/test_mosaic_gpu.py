@@ -49,7 +49,6 @@ def test_many_tiles_a_program_lower(name, multiprocessors):
 WRONG = {
     "float32": ({}, {"dtype": jnp.float32}, "dtype float32 is not"),
     "head_size": ({}, {"h": 264}, "head size 264 is above 256"),
-    "bias": ({"bias": jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.float32)}, {}, "no bias"),
     "splits": ({"config": Config(splits=2)}, {}, "are not divided"),
     "rows": ({"config": Config(forward=Blocks(32, 64, 2, 2))}, {}, "block_q=32"),
     "keys": ({"config": Config(forward=Blocks(64, 32, 4, 2))}, {}, "block_kv=32"),

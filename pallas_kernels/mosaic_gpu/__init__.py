@@ -39,9 +39,6 @@ def unsupported(call: Call, /) -> str | None:
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
     spec, config = call.spec, call.config
-    for feature, has in (("bias", spec.score.bias is not None),):
-        if has:
-            return f"the kernels have no {feature}"
     if spec.numbers_rows:
         return "the kernels know no rows but those from 0 on"
     if spec.is_part:
@@ -67,7 +64,7 @@ def _heads(call: Call) -> tuple[int, int]:
 def _blocks(call: Call) -> Blocks:
     chosen = None if call.config is None else call.config.forward
     keys = call.spec.mean_keys(call.size["s"])
-    return chosen or tuning.choose(_heads(call), keys)
+    return chosen or tuning.choose(_heads(call), keys, call.spec)
 
 
 def _programs(call: Call) -> float:
@@ -147,5 +144,5 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * spec.gradient_unit)
     gradients = [dq.astype(of_q.dtype), dk, dv]
     if sink is not None:
-        gradients.append(passes.of_sink(sink, lse, delta, rest[0]))
+        gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
     return gradients

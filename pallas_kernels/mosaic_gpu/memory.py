@@ -195,10 +195,11 @@ def _as_loaded(x: Named, block: Mapping[str, int], columns: str) -> Named:
     """
     if not _is_boolean(x):
         return _as_copied(x, block)
-    if not {"t", "s"} <= set(x.axes):
-        return _as_copied(Named(x.value.astype(jnp.int32), x.axes), block)
-    # Of rows beyond the array all is kept: none has to be computed again.
-    return pairwise.in_words(_as_copied(x, block, fill=True), columns)
+    # Beyond the array, too, queries have keys: none has to be computed again.
+    x = _as_copied(x, block, fill=True)
+    if {"t", "s"} <= set(x.axes):
+        return pairwise.in_words(x, columns)
+    return Named(x.value.astype(jnp.int32), x.axes)
 
 
 def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
