@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Context, attention, stripe, unstripe
 from tests import tolerances
-from tests.cases import Case
+from tests.cases import Arguments, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,18 @@ def _axis_of_rows(name: str, shape: tuple[int, ...]) -> int | None:
         sizes = (1, 1, *shape)[-2:]
         return next((last - 2 + i for i in (0, 1) if sizes[i] != 1), None)
     return None
+
+
+def without_pairs(arguments: Arguments) -> Arguments:
+    """A bias or mask of keys in place of one of pairs."""
+
+    def made(rng, case: Case) -> dict:
+        given = arguments(rng, case)
+        pairs = {n: x for n, x in given.items() if n in ("bias", "mask") and x.ndim > 1}
+        of_keys = {n: x[..., :1, :] for n, x in pairs.items() if x.shape[-1] > 1}
+        return {**given, **of_keys}
+
+    return made
 
 
 def check_in_float64(call: Divided, case: Case, seed: int = 0) -> None:

@@ -16,15 +16,9 @@ from tests.lowering import lower_for_gpu
 
 MOSAIC = {"implementation": "mosaic_gpu"}
 
-DECLINED = ("bias", "mask", "dropout_rate")
+SERVED = [case for case in CASES if max(case.h, case.d) <= 256]
 
-SERVED = [
-    case
-    for case in CASES
-    if max(case.h, case.d) <= 256 and not any(map(case.has, DECLINED))
-]
-
-# What the backend serves, all together: no case of the common ones has just that.
+# All that the backend serves, together.
 EVERYTHING = dataclasses.replace(
     by_name("plain"),
     name="everything_served",
@@ -32,6 +26,9 @@ EVERYTHING = dataclasses.replace(
         **by_name("segments").arguments(rng, case),
         **by_name("alibi_batch").arguments(rng, case),
         **by_name("lengths").arguments(rng, case),
+        **by_name("mask_full").arguments(rng, case),
+        **by_name("bias_shared").arguments(rng, case),
+        **by_name("dropout").arguments(rng, case),
         "sinks": np.float32(rng.standard_normal(case.n)),
         "logits_soft_cap": 4.0,
         "local_window_size": (25, None),

@@ -88,9 +88,10 @@ def reports(log: str) -> Iterator[Report]:
 
 def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
     """Shapes of the query, key heads and arguments, by name."""
+    key, causal = jax.random.PRNGKey(0), {"is_causal": True}
     features = {
         "plain": {},
-        "causal": {"is_causal": True},
+        "causal": causal,
         "window": {"is_causal": True, "local_window_size": (1000, 0)},
         "soft cap": {"is_causal": True, "logits_soft_cap": 30.0},
         "lengths": {"is_causal": True, "key_value_seq_lengths": jnp.int32([8192, 99])},
@@ -98,6 +99,13 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
         "segments": {"query_segment_ids": jnp.zeros((2, 8192), jnp.int32)},
         "alibi": {"is_causal": True, "alibi_slopes": jnp.ones(16)},
         "sinks": {"is_causal": True, "sinks": jnp.zeros(16)},
+        "dropout": {"dropout_rate": 0.1, "dropout_rng": key},
+        "causal dropout": {**causal, "dropout_rate": 0.1, "dropout_rng": key},
+        "mask": {"mask": jnp.zeros((8192, 8192), jnp.bool_)},
+        "bias": {"bias": jnp.zeros((16, 8192, 8192))},
+        "causal bias": {**causal, "bias": jnp.zeros((16, 8192, 8192))},
+        "half bias": {"bias": jnp.zeros((16, 8192, 8192), jnp.bfloat16)},
+        "causal mask": {**causal, "mask": jnp.zeros((8192, 8192), jnp.bool_)},
     }
     shape = (2, 8192, 16)
     found = {
@@ -105,7 +113,6 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
         for h in (64, 128, 256)
         for name, arguments in features.items()
     }
-    causal = features["causal"]
     for h in (48, 72, 96, 160, 192):
         found[f"head size {h}, causal"] = ((*shape, h), 16, causal)
     for h in (64, 128):

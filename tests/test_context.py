@@ -9,8 +9,8 @@ import pytest
 
 from jax_flash2 import Context
 from tests import tolerances
-from tests.cases import BACKENDS, FEATURES, ON_GPU, Arguments, Case, by_name, pairwise
-from tests.divided import Divided, check_in_float64
+from tests.cases import BACKENDS, FEATURES, ON_GPU, Case, by_name, pairwise
+from tests.divided import Divided, check_in_float64, without_pairs
 from tests.tiers import deep, deeply
 
 # Compiled kernels have larger blocks.
@@ -30,20 +30,8 @@ def sized(case: Case, parts: int, method: str) -> Case:
     if method == "heads":
         case = dataclasses.replace(case, n=case.n * parts, k=case.k * parts)
     if method in ("ring", "halo"):
-        case = dataclasses.replace(case, arguments=_without_pairs(case.arguments))
+        case = dataclasses.replace(case, arguments=without_pairs(case.arguments))
     return case
-
-
-def _without_pairs(arguments: Arguments) -> Arguments:
-    """A bias or mask of keys in place of one of pairs."""
-
-    def made(rng, case: Case) -> dict:
-        given = arguments(rng, case)
-        pairs = {n: x for n, x in given.items() if n in ("bias", "mask") and x.ndim > 1}
-        of_keys = {n: x[..., :1, :] for n, x in pairs.items() if x.shape[-1] > 1}
-        return {**given, **of_keys}
-
-    return made
 
 
 def serves(case: Case, method: str, layout: int | None) -> bool:

@@ -191,3 +191,22 @@ def test_a_backend_makes_the_bits_its_own_way():
     own = Pairs(spec, rows, arithmetic=Arithmetic(bits=bits)).drop(p)
     np.testing.assert_array_equal(own, Pairs(spec, rows).drop(p))
     assert asked == [{"t": (16, 32), "s": (0, 32)}]
+
+
+def test_signs_stand_for_what_is_dropped():
+    """For backends that have no registers for bits: the same gradients."""
+    rng = np.random.default_rng(0)
+    qk, dp = (jnp.float32(rng.standard_normal((48, 32))) for _ in range(2))
+    lse, delta = (jnp.float32(rng.standard_normal((48, 1))) for _ in range(2))
+    dropout = Dropout((jnp.uint32(1), jnp.uint32(2)), Dropout.threshold_of(0.3))
+    spec = AttentionSpec(Score(0.5), dropout=dropout)
+    found = []
+    for by_sign in (False, True):
+        arithmetic = Arithmetic(drops_by_sign=by_sign)
+        rows = {"t": (16, 48), "s": (0, 32)}
+        pairs = Pairs(spec, rows, arithmetic=arithmetic)
+        again = pairs.recompute(pairs.scores_of(qk, jnp.float32), lse)
+        found.append((again.dropped, again.dz(dp, delta)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.any(found[0][0] == 0.0)

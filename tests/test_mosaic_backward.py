@@ -46,8 +46,12 @@ def _of_score(case: Case) -> set[str]:
     """The kernels of another backend, for gradients of the score's operands."""
     _, arguments = case.inputs("float32")
     is_data = isinstance(arguments.get("scale"), np.ndarray)
-    found = {"flash2_dslopes"} if case.has("alibi_slopes") else set()
-    return found | ({"flash2_dfactor"} if is_data else set())
+    has = {
+        "bias": case.has("bias"),
+        "slopes": case.has("alibi_slopes"),
+        "factor": is_data,
+    }
+    return {f"flash2_d{field}" for field, there in has.items() if there}
 
 
 def test_score_gradients_of_another_backend(any_size):
@@ -191,6 +195,27 @@ def test_padding_never_comes_through(poison, packed, any_size):
     for name, a in clean.items():
         np.testing.assert_array_equal(a, dirty[name], err_msg=name)
         assert name == "lse" or np.all(np.isfinite(a)), name
+
+
+@on_hopper
+@pytest.mark.parametrize("axes", ["bs", "ts", "bnts"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_dropped_keys_never_come_through(poison, axes, any_size):
+    """What lies in keys that no query keeps changes no bit of any result."""
+    case = dataclasses.replace(by_name("plain"), t=300, s=333, h=64, d=64)
+    rng = np.random.default_rng(0)
+    mask = rng.random(case.broadcast(axes)) < 0.7
+    dropped = np.arange(case.s) % 70 < 9
+    mask &= ~dropped
+    q, k, v = case.inputs(jnp.bfloat16)[0]
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    arguments = {"mask": mask, **MOSAIC}
+    clean = tolerances.evaluate((q, k, v), cotangents, arguments)
+    k, v = (jnp.where(dropped[:, None, None], poison, x) for x in (k, v))
+    dirty = tolerances.evaluate((q, k, v), cotangents, arguments)
+    for name, a in clean.items():
+        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
+        assert np.all(np.isfinite(a)), name
 
 
 @on_hopper

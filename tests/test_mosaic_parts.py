@@ -10,7 +10,7 @@ import pytest
 from jax_flash2 import Blocks, Config, Context, explain
 from tests import tolerances
 from tests.cases import Case, by_name
-from tests.divided import Divided
+from tests.divided import Divided, without_pairs
 from tests.lowering import lower_for_gpu
 from tests.mosaic import EVERYTHING, MOSAIC, on_hopper, with_heads
 from tests.tiers import deeply
@@ -20,7 +20,9 @@ ROWS, STRIPE = 512, 256  # of a device
 
 def _of_devices(case: Case, parts: int, head: int | None = None) -> Case:
     case = case if head is None else with_heads(case, head)
-    return dataclasses.replace(case, t=parts * ROWS, s=parts * ROWS)
+    arguments = without_pairs(case.arguments)
+    rows = parts * ROWS
+    return dataclasses.replace(case, t=rows, s=rows, arguments=arguments)
 
 
 def _call(layout: int | None, parts: int) -> Divided:

@@ -21,7 +21,7 @@ from pallas_kernels import program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
@@ -67,15 +67,30 @@ def calls(draw):
         if draw(st.booleans()):
             ids = [Named(np.sort(x.value), x.axes) for x in ids]
         masks.append(SegmentIds(*ids))
-    offset = integers(-120, 120) if draw(st.booleans()) else None
     heads = draw(st.sampled_from([(2, 2), (2, 1)]))
+    size |= dict(zip("nk", heads, strict=True))
+    if not draw(st.integers(0, 2)):
+        axes = tuple(a for a in (*BATCH, "n", "t", "s") if draw(st.booleans()))
+        masks.append(DenseMask(Named(_dense(rng, size, axes), axes)))
+    offset = integers(-120, 120) if draw(st.booleans()) else None
     block = st.sampled_from([16, 32])
     blocks = Blocks(draw(block), draw(block), 8, 2)
     splits = draw(st.sampled_from([1, 1, 2, 4]))
     launch = Launch(blocks, None, PLAIN, interpret=False, splits=splits)
     spec = AttentionSpec(Score(1.0), tuple(masks), offset)
     spec = dataclasses.replace(spec, query_rows=numbers[0], key_rows=numbers[1])
-    return size | dict(zip("nk", heads, strict=True)), spec, launch
+    return size, spec, launch
+
+
+def _dense(rng, size, axes) -> np.ndarray:
+    """Squares of kept and of dropped pairs, with a few that are not alike."""
+    shape = [(BATCH | size)[a] for a in axes]
+    cut = [16 if a in ("t", "s") else 1 for a in axes]
+    mask = rng.random([-(-n // by) for n, by in zip(shape, cut, strict=True)]) < 0.7
+    for axis, by in enumerate(cut):
+        mask = np.repeat(mask, by, axis)
+    mask = mask[tuple(map(slice, shape))]
+    return mask ^ (rng.random(shape) < rng.choice([0.0, 0.001]))
 
 
 def operands(size, spec: AttentionSpec) -> list[Named]:
@@ -105,11 +120,11 @@ def programs(spec: AttentionSpec, layout: memory.Layout):
 
 
 def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
-    """[b0, v0, t, s]"""
-    spec = jax.tree.map(lambda x: x.to((*BATCH, "t", "s")), spec)
+    """[b0, v0, n, t, s]"""
+    spec = jax.tree.map(lambda x: x.to((*BATCH, "n", "t", "s")), spec)
     rows, keys = np.arange(size["t"])[:, None], np.arange(size["s"])[None, :]
     kept = spec.keep(rows, keys)
-    shape = (*BATCH.values(), size["t"], size["s"])
+    shape = (*BATCH.values(), *(size[a] for a in "nts"))
     return np.broadcast_to(True if kept is None else kept, shape)
 
 
@@ -139,7 +154,7 @@ def _check_order(call):
     layout = memory.Layout.of("dkv", operands(size, spec), launch)
     kept = kept_pairs(size, spec)
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
-    missed = np.broadcast_to(kept[..., None], (*kept.shape, size["n"])).copy()
+    missed = kept.copy()
     added = collections.Counter()
     written = np.zeros((*kept.shape[:2], size["t"]), bool)
     for tiles in programs(spec, layout):
@@ -153,11 +168,12 @@ def _check_order(call):
             part = np.s_[
                 int(there["b0"]),
                 int(there["v0"]),
+                head,
                 first : first + rows,
                 start : start + keys,
             ]
-            missed[(*part, head)] = False
-            written[part[:3]] = True
+            missed[part] = False
+            written[(*part[:2], part[3])] = True
             if not tiles.masked(tile):
                 assert start + keys <= size["s"]
                 assert kept[part].all()

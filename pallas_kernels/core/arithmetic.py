@@ -66,6 +66,8 @@ class Arithmetic:
       numbers: row numbers against a block.
       bits: of dropout, in place of the method `Dropout.bits` and with its arguments;
         None for that method.
+      drops_by_sign: whether the backward keeps what dropout drops as the sign of p, so
+        that no registers hold bits while it waits for the next product.
     """
 
     exp2: Callable = exp2
@@ -75,6 +77,7 @@ class Arithmetic:
     along: Callable = along
     numbers: Callable = numbers
     bits: Callable | None = None
+    drops_by_sign: bool = False
 
 
 PLAIN = Arithmetic()

@@ -13,11 +13,12 @@ thread, so that the bits need not change hands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.core.arithmetic import Arithmetic
@@ -78,10 +79,8 @@ class Dropout:
         def numbers(name: str, first) -> jax.Array:
             """Counters of the rows `t` or `s`, two rows each, against the block."""
             start, size = rows[name]
-            start = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
-            index = start + lax.iota(jnp.int32, size // 2)
             numbering = dataclasses.replace(numberings[name], first=first)
-            index = numbering.of_groups(2).at(index).astype(jnp.uint32)
+            index = counters(start, lax.iota(jnp.int32, size // 2), numbering)
             return jnp.expand_dims(index, 1 - order.index(name))
 
         def of_one(key, tweak, firsts):
@@ -107,6 +106,19 @@ class Dropout:
         return bits.reshape(*lead, *bits.shape[1:])
 
 
+def counters(start, index: jax.Array, numbering: Numbering) -> jax.Array:
+    """The cipher's counters, uint32, one for two rows that are 8 apart.
+
+    Args:
+      start: the first row of a block, a multiple of 16.
+      index: int32, of pairs of rows from there on: number 8 * i + j is that of the rows
+        16 * i + j and 16 * i + j + 8.
+      numbering: of the rows.
+    """
+    start = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
+    return numbering.of_groups(2).at(start + index).astype(jnp.uint32)
+
+
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.concatenate([a[..., None], b[..., None]], axis=-1)
 
@@ -118,8 +130,14 @@ def _halves(x: jax.Array) -> jax.Array:
 
 def _philox(x0, x1, key, shape, arithmetic: Arithmetic):
     """Two words of 32 bits for counters (x0, x1) that broadcast against `shape`."""
+    words = cipher(x0, x1, key, arithmetic.wide_product)
+    return tuple(jnp.broadcast_to(x, shape) for x in words)
+
+
+def cipher(x0, x1, key, wide_product: Callable) -> tuple[Any, Any]:
+    """Two words for the counters (x0, x1), of whatever has uint32's `^` and `+`."""
     for _ in range(_ROUNDS):
-        high, low = arithmetic.wide_product(x0, jnp.uint32(_MULTIPLIER))
+        high, low = wide_product(x0, np.uint32(_MULTIPLIER))
         x0, x1 = high ^ key ^ x1, low
-        key = key + jnp.uint32(_WEYL)
-    return jnp.broadcast_to(x0, shape), jnp.broadcast_to(x1, shape)
+        key = key + np.uint32(_WEYL)
+    return x0, x1

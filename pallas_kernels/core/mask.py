@@ -204,6 +204,11 @@ class Relation(NamedTuple):
     some: Named
     all: Named
 
+    def over(self, names: tuple[str, ...]) -> Relation:
+        """Of the pairs of all elements of these axes together."""
+        some = _reduced(self.some, jnp.any, names)
+        return Relation(some, _reduced(self.all, jnp.all, names))
+
 
 def _blocked(x: Named, row_axes: dict[str, int], fill=None) -> Named:
     """Splits each row axis in (blocks, block), padding the last block.

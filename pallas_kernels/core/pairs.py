@@ -133,7 +133,14 @@ class Pairs:
           lse_log2: of the query rows (`flash2.lse_log2`), against the block.
         """
         p = flash2.probabilities(scores, lse_log2, self.arithmetic)
+        if self.drops_by_sign:
+            p = 2.0 * self.drop(p) - p
         return Recomputed(self, scores, p)
+
+    @property
+    def drops_by_sign(self) -> bool:
+        """Whether `Recomputed.p` has a sign where dropout drops it."""
+        return self.arithmetic.drops_by_sign and self.spec.dropout is not None
 
     def operand_gradient(self, name: str, dz: jax.Array, qk: jax.Array) -> jax.Array:
         """What each pair adds to the gradient of a field of the score.
@@ -155,11 +162,13 @@ class Recomputed(NamedTuple):
 
     pairs: Pairs
     scores: Scores
-    p: jax.Array  # probabilities
+    p: jax.Array  # probabilities; -p of those dropped (`Pairs.drops_by_sign`)
 
     @property
     def dropped(self) -> jax.Array:
         """p after dropout, over its scale: the left operand of dv."""
+        if self.pairs.drops_by_sign:
+            return jnp.maximum(self.p, 0.0)
         return self.pairs.drop(self.p)
 
     def dz(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
@@ -169,9 +178,13 @@ class Recomputed(NamedTuple):
           dp: the product of do and v.
           delta: of the query rows, against the block.
         """
-        spec = self.pairs.spec
+        spec, p = self.pairs.spec, self.p
         if spec.dropout is not None:
-            dp, delta = self.pairs.drop(dp), delta * (1 / spec.dropout_scale)
-        ds = flash2.score_gradient(self.p, dp, delta)
+            delta = delta * (1 / spec.dropout_scale)
+            if self.pairs.drops_by_sign:
+                dp, p = jnp.where(p > 0.0, dp, 0.0), jnp.abs(p)
+            else:
+                dp = self.pairs.drop(dp)
+        ds = flash2.score_gradient(p, dp, delta)
         masked = self.pairs.masked is not False
         return spec.score.gradient(ds, self.scores.x, masked)

@@ -284,7 +284,13 @@ class AttentionSpec:
         return first, first + _where(start < end, blocks)
 
     def with_table(
-        self, looped: str, block_q: int, block_kv: int, q_size: int, kv_size: int
+        self,
+        looped: str,
+        block_q: int,
+        block_kv: int,
+        q_size: int,
+        kv_size: int,
+        over: tuple[str, ...] = (),
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
 
@@ -293,9 +299,10 @@ class AttentionSpec:
             `kv_blocks`, or of queries (`t`), and it is for `q_blocks`.
           block_q, block_kv: block sizes.
           q_size, kv_size: rows.
+          over: axes whose elements get one table, of what any of them looks at.
         """
         relations = [
-            atom.block_relation(block_q, block_kv)
+            atom.block_relation(block_q, block_kv).over(over)
             for atom in self.masks
             if isinstance(atom, DataDependent)
         ]

@@ -26,7 +26,7 @@ from pallas_kernels.core.spec import AttentionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """The visits of the programs of all blocks of keys `j`.
+    """The visits of the programs of all blocks of keys `j`, the same for all heads.
 
     Attributes:
       blocks: the `Range` of blocks of queries that each visits, int32 [.., j] with the
@@ -54,16 +54,19 @@ class Visits:
           size, rows: all of `t` and `s`, and those of a block.
           last_first: whether the program of the last block of keys is the first.
         """
-        tabled = spec.with_table("t", rows["t"], rows["s"], size["t"], size["s"])
+        sizes = rows["t"], rows["s"], size["t"], size["s"]
+        tabled = spec.with_table("t", *sizes, over=("n",))
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
         queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
         start = jnp.arange(keys, dtype=jnp.int32) * rows["s"]
         end = jnp.minimum(start + rows["s"], size["s"])
         found = loaded.q_blocks(start, end, size["t"], rows["t"])
+        # All of them for each block of keys, though nothing may depend on it.
+        found = Range(*jnp.broadcast_arrays(*found, start)[:-1])
         visited = _in(found, queries).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2, reverse=last_first)
-        blocks = Range(*(Named(x, axes) for x in jnp.broadcast_arrays(*found)))
+        blocks = Range(*(Named(x, axes) for x in found))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
     @property

@@ -15,7 +15,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropout, memory, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
@@ -39,13 +39,6 @@ def unsupported(call: Call, /) -> str | None:
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
     spec, config = call.spec, call.config
-    for feature, has in (
-        ("bias", spec.score.bias is not None),
-        ("dropout", spec.dropout is not None),
-        ("mask array", spec.is_dense),
-    ):
-        if has:
-            return f"the kernels have no {feature}"
     if config is not None and config.splits not in (None, 1):
         return f"Config(splits={config.splits}): the forward's programs are not divided"
     blocks = _blocks(call)
@@ -69,7 +62,7 @@ def _heads(call: Call) -> tuple[int, int]:
 def _blocks(call: Call) -> Blocks:
     chosen = None if call.config is None else call.config.forward
     keys = call.spec.mean_keys(call.size["s"])
-    return chosen or tuning.choose(_heads(call), keys)
+    return chosen or tuning.choose(_heads(call), keys, call.spec)
 
 
 def _programs(call: Call) -> float:
@@ -95,7 +88,7 @@ def forward(q, k, v, spec, outputs, *, config, precision):
     size = sizes([q, k])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table("s", *rows)
-    v = spec.without_padding(v)
+    v = spec.without_dropped(spec.without_padding(v))
     launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
 
@@ -113,7 +106,7 @@ def other_backward(call: Call, /) -> str | None:
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
-    return Launch(blocks, precision, support.ARITHMETIC, False, splits)
+    return Launch(blocks, precision, dropout.ARITHMETIC, False, splits)
 
 
 def _backward_launch(call: Call) -> Launch | None:
@@ -144,6 +137,7 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     q, k, v, do = map(spec.without_padding, (q, k, v, saved[2]))
+    k, v = map(spec.without_dropped, (k, v))
     o, lse, _, dlse = saved
     delta = passes.delta(o, lse, do, dlse)
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
@@ -158,5 +152,5 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
     gradients = [dq.astype(of_q.dtype), dk, dv]
     if sink is not None:
-        gradients.append(passes.of_sink(sink, lse, delta, rest[0]))
+        gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
     return gradients

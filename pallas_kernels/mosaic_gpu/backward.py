@@ -296,6 +296,7 @@ def backward(
         (q, k, v, spec, saved, visits),
         results,
         block={"t": rows, "s": ROWS, **wider},
+        columns="t",
         scratch=_shared(blocks, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",

@@ -36,6 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support, tuning
@@ -165,12 +166,12 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(first, count, edges, scores, q_read, acc):
+            def walk(first, count, edges, pairs, q_read, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
                 Args:
                   edges: how many of the `count` blocks may have masked pairs.
-                  scores: of whether they may, the tile's number and the products.
+                  pairs: of whether they may, and the tile's number.
                   q_read: called when no more products read q.
                 """
                 last = first + count - 1
@@ -183,27 +184,34 @@ def forward(
                     plgpu.wgmma_wait(0)
                     ring.release("v", i)
 
+                def scores(masked, i, qk):
+                    """Of a tile, and what makes of probabilities a left operand."""
+                    here = pairs(masked, i)
+                    left = functools.partial(_left, here, v.dtype)
+                    return here.scores_of(qk, q.dtype), left
+
                 def edge(i, state):
                     m, total, p = state
                     qk = products(i, lambda: add(i - 1, p))
-                    m, alpha, p = flash2.update(m, scores(True, i, qk), arithmetic)
+                    found, left = scores(True, i, qk)
+                    m, alpha, p = flash2.update(m, found, arithmetic)
                     added(i - 1)
                     acc[...] = acc[...] * along(alpha, d)
                     total = flash2.add_row_sums(total * alpha, p)
-                    return m, total, p.astype(v.dtype)
+                    return m, total, left(p)
 
                 def full(shift, i, state):
                     total, p = state
                     qk = products(i, lambda: add(i - 1, p))
-                    found = scores(False, i, qk)
+                    found, left = scores(False, i, qk)
                     p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
-                    return total, p.astype(v.dtype)
+                    return total, left(p)
 
-                found = scores(True, first, products(first))
+                found, left = scores(True, first, products(first))
                 m, _, p = flash2.update(nothing.m, found, arithmetic)
-                state = m, jnp.sum(p, axis=-1), p.astype(v.dtype)
+                state = m, jnp.sum(p, axis=-1), left(p)
                 m, *state = lax.fori_loop(first + 1, first + edges, edge, state)
                 full = functools.partial(full, flash2.finite(m))
                 total, p = lax.fori_loop(first + edges, last + 1, full, tuple(state))
@@ -220,10 +228,9 @@ def forward(
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
-                def scores(masked, i, qk):
+                def pairs(masked, i):
                     here = keys_at(own, needed.at(i - first)[1])
-                    pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
-                    return pairs.scores_of(qk, q.dtype)
+                    return program.pairs(spec, here, ("t", "s"), masked, launch)
 
                 def fetch_next():
                     pl.when(has_next(todo, r))(lambda: fetch_q(r + 1))
@@ -231,7 +238,7 @@ def forward(
                 pl.when(~has_last(todo, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if o_apart else lambda: None
-                through = functools.partial(walk, first, count, edges, scores, q_read)
+                through = functools.partial(walk, first, count, edges, pairs, q_read)
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
                 if again:
                     good = has(lost, r)
@@ -248,6 +255,7 @@ def forward(
                     result, log = flash2.finish(
                         state._replace(acc=acc), spec.sink, arithmetic
                     )
+                    result = result * spec.dropout_scale
                     _wait_until_stored()  # of the last round, from the same tiles
                     o_tile[...] = result.astype(o.dtype)
                     lse_tile[...] = log
@@ -279,12 +287,18 @@ def forward(
         (q, k, v, spec),
         outputs,
         block={"t": ROWS, "s": keys},
+        columns="s",
         scratch=_shared(blocks, h, d, v.dtype, of_output),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
     )
     return tuple(x.value for x in found)
+
+
+def _left(pairs: Pairs, dtype, p: jax.Array) -> jax.Array:
+    """What meets the values, of probabilities."""
+    return pairs.drop(p).astype(dtype)
 
 
 def _wait_until_stored() -> None:

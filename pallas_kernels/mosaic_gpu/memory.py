@@ -1,7 +1,7 @@
 """From named axes to Mosaic GPU programs: where rows lie in an array, and the launch.
 
 Operands stay in global memory. Tiles of rows and head elements come by TMA
-(`View.at`), scalars and vectors by ordinary loads (`View.load`).
+(`View.at`), scalars, vectors and blocks of pairs by ordinary loads (`View.load`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, layout
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
-from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu import pairwise, support
 from pallas_kernels.mosaic_gpu.schedule import heads_together
 
 _HEADS = ("h", "d")
@@ -40,10 +40,12 @@ class View(layout.View):
       block: the sizes of blocks of `t` and `s`, by which vectors become blocks; and of
         tiles of heads that are wider than the array.
       nothing: a traced 0. A static part of an array may not go beyond it.
+      boolean: whether its numbers, or the bits of its words of pairs, say yes or no.
     """
 
     block: Mapping[str, int] = dataclasses.field(default_factory=dict)
     nothing: Any = 0
+    boolean: bool = False
 
     def at(self, where: Mapping[str, Any]):
         """The part at `where`, as TMA copies it: rows, and all of their head elements.
@@ -71,16 +73,29 @@ class View(layout.View):
     def load(
         self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
     ):
-        """A scalar, or a vector of rows, as a block with axes `order`."""
+        """A scalar, or a vector of rows or an array of pairs as a block `order`."""
         del padding
         kept = [name for name in self.axes if isinstance(where[name], Rows)]
         if not kept:
-            return self.ref[tuple(where[name] for name in self.axes)]
-        (name,) = kept
+            number = self.ref[tuple(where[name] for name in self.axes)]
+            return number != 0 if self.boolean else number
         shape = tuple(self.block[a] for a in order)
+        if len(kept) == 2:
+            return self._load_pairs(order, where, shape)
+        (name,) = kept
         axis = order.index(name)
         vector = support.load_vector(self.at(where), axis)
-        return support.ARITHMETIC.along(vector, axis - len(order), shape)
+        numbers = support.ARITHMETIC.along(vector, axis - len(order), shape)
+        return numbers != 0 if self.boolean else numbers
+
+    def _load_pairs(self, order, where, shape: tuple[int, int]) -> jax.Array:
+        transposed = order == ("s", "t")
+        if not self.boolean:
+            return pairwise.load(self.at(where), shape, transposed=transposed)
+        name, word = order[1], jnp.int32(pairwise.WORD)
+        start, count = lax.div(where[name].start, word), shape[1] // pairwise.WORD
+        words = self.at({**where, name: Rows(start, count)})
+        return pairwise.load_words(words, shape, transposed=transposed)
 
 
 class Layout(layout.Layout):
@@ -168,26 +183,50 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _as_copied(x: Named, block: Mapping[str, int]) -> Named:
+def _is_boolean(x: Named) -> bool:
+    return x.dtype == jnp.bool_
+
+
+def _as_loaded(x: Named, block: Mapping[str, int], columns: str) -> Named:
+    """An operand as kernels take it.
+
+    Args:
+      columns: rows of `t` or `s` that are the columns of blocks of pairs.
+    """
+    if not _is_boolean(x):
+        return _as_copied(x, block)
+    # Beyond the array, too, queries have keys: none has to be computed again.
+    x = _as_copied(x, block, fill=True)
+    if {"t", "s"} <= set(x.axes):
+        return pairwise.in_words(x, columns)
+    return Named(x.value.astype(jnp.int32), x.axes)
+
+
+def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
     """An array or shape struct as kernels take it: a copy, if it is not so already.
 
     TMA wants head elements last, and axes in multiples of its tiles. Vectors are loaded
-    and stored in whole blocks.
+    and stored in whole blocks, as are blocks of pairs, whose keys must be last.
 
     Args:
       x: the operand or the result.
       block: sizes of the blocks of `t` and `s`.
+      fill: what lies beyond the array.
     """
     heads = tuple(name for name in x.axes if name in _HEADS)
     multiple = _TILES if heads else block
-    axes = (*(name for name in x.axes if name not in heads), *heads)
+    last = heads or (("t", "s") if {"t", "s"} <= set(x.axes) else ())
+    axes = (*(name for name in x.axes if name not in last), *last)
     sizes = dict(zip(x.axes, x.shape, strict=True))
     more = [_padded(sizes[a], multiple.get(a, 1)) - sizes[a] for a in axes]
     if isinstance(x.value, jax.ShapeDtypeStruct):
         shape = [sizes[a] + n for a, n in zip(axes, more, strict=True)]
         return Named(jax.ShapeDtypeStruct(shape, x.dtype), axes)
     x = x if axes == x.axes else x.ordered(axes)
-    return Named(jnp.pad(x.value, [(0, n) for n in more]), axes) if any(more) else x
+    if not any(more):
+        return x
+    pad = [(0, n) for n in more]
+    return Named(jnp.pad(x.value, pad, constant_values=fill), axes)
 
 
 def head_elements(size: int) -> int:
@@ -202,6 +241,7 @@ def call(
     outputs: tuple[Named, ...],
     *,
     block: Mapping[str, int],
+    columns: str,
     scratch,
     warpgroups: int,
     name: str,
@@ -213,13 +253,16 @@ def call(
       inputs: a tree of `Named` arrays.
       outputs: shape structs.
       block: of every `View`.
+      columns: `t` or `s`, as for blocks of pairs.
       scratch: a tree of shared memory and barriers.
       warpgroups: of a program.
       name: of the kernel in profiles.
       programs: how many; None for one for each tile of the grid.
     """
     leaves, tree = jax.tree.flatten(inputs)
-    operands = [_as_copied(x.squeezed(), grid.rows) for x in leaves]
+    leaves = [x.squeezed() for x in leaves]
+    boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
+    operands = [_as_loaded(x, grid.rows, columns) for x in leaves]
     results = [_as_copied(x, grid.rows) for x in outputs]
     shared, shared_tree = jax.tree.flatten(
         scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier)
@@ -228,9 +271,8 @@ def call(
     def body(*refs):
         axes = [x.axes for x in (*operands, *results)]
         nothing = lax.shift_right_logical(lax.axis_index("program"), jnp.int32(31))
-        views = [
-            View(ref, a, block, nothing) for ref, a in zip(refs, axes, strict=False)
-        ]
+        arrays = zip(refs, axes, boolean, strict=False)
+        views = [View(ref, a, block, nothing, b) for ref, a, b in arrays]
         own = shared_tree.unflatten(refs[len(axes) :])
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 

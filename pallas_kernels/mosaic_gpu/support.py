@@ -85,8 +85,13 @@ def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
 
 def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
     """Of one axis first: of both, the compiler keeps one for each pair in registers."""
+    return _along(start + numbers_along(axis, shape[axis]), axis - 2, shape)
+
+
+def numbers_along(axis: int, size: int) -> jax.Array:
+    """int32 from 0 on, dealt to threads as `load_vector` is."""
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    rows = (shape[axis],)
+    rows = (size,)
 
     # `lax.iota` says no layout, and the search for one may take a minute.
     @plgpu.inline_mgpu(
@@ -98,7 +103,7 @@ def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
             i32, rows, 0, layout.to_mgpu(), is_signed=True
         )
 
-    return _along(start + iota(), axis - 2, shape)
+    return iota()
 
 
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)

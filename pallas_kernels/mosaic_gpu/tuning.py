@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
@@ -29,15 +30,18 @@ _FORWARD = {
 _MANY_KEYS = 1024
 
 
-def choose(heads: tuple[int, int], keys: int) -> Blocks:
+def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     """Blocks of the forward kernel.
 
     Args:
       heads: sizes of a head of key and value.
       keys: how many a query looks at, about.
+      spec: of the call.
     """
     many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
-    return many if keys >= _MANY_KEYS else few
+    # With three warpgroups these spill up to 150 bytes (JAX 0.11.2, ptxas 13.0).
+    wants_registers = spec.dropout is not None or spec.score.bias is not None
+    return many if keys >= _MANY_KEYS and not wants_registers else few
 
 
 def shared_memory(blocks: Blocks, heads: tuple[int, int], of_output: int) -> int:
@@ -111,6 +115,13 @@ def slower(call: Call, programs: float) -> str | None:
       programs: for each multiprocessor.
     """
     keys = call.spec.mean_keys(call.size["s"])
+    for feature, has in (
+        ("dropout", call.spec.dropout is not None),
+        ("a mask array", call.spec.is_dense),
+        ("a bias", call.spec.score.bias is not None),
+    ):
+        if has:
+            return f"with {feature} these kernels have not been timed"
     if call.spec.is_sparse:
         return "most blocks of keys may be skipped"
     if call.size["t"] < _FEWEST_ROWS:

@@ -1,0 +1,188 @@
+"""Dropout's bits as the results of products are dealt to threads.
+
+A thread has rows r and r + 8 of each sixteen, and columns c and c + 8, two neighbours
+of each: the pairs that share a call of the cipher (`core.dropout`). So it makes bits
+for its own pairs alone, and for each of them once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.core import dropout as core
+from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.positions import Numbering
+from pallas_kernels.mosaic_gpu import support
+
+_ROWS = 64  # of a warpgroup's products
+
+
+def bits(
+    dropout: core.Dropout,
+    rows: Mapping[str, tuple[Any, int]],
+    numberings: Mapping[str, Numbering],
+    order: tuple[str, str],
+    arithmetic: Arithmetic,
+) -> jax.Array:
+    """`Dropout.bits` of a block of 64 rows."""
+    del arithmetic
+    shape = tuple(rows[name][1] for name in order)
+    assert shape[0] == _ROWS, f"{shape=}"
+    layout, splat = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
+    vectors = layout.reduce(1), layout.reduce(0)
+
+    def counters(axis: int) -> jax.Array:
+        start, size = rows[order[axis]]
+        index = pairs_of_rows(support.numbers_along(axis, size))
+        return core.counters(start, index, numberings[order[axis]])
+
+    @plgpu.inline_mgpu(
+        arg_types=(*vectors, splat, splat),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout),
+    )
+    def make(_, first, second, key, tweak):
+        own = [
+            [[_Word(vector.extract(x, [], [i])) for i in range(n)] for x in array]
+            for array, n in ((first.registers.flat, 1), (second.registers.flat, 2))
+        ]
+        seed = (_Word(x.registers.item()) for x in (key, tweak))
+        found = of_thread(*own, *seed, order, _wide_product)
+        kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
+        to = layout.to_mgpu()
+        registers = np.empty(to.registers_shape(shape), dtype=object)
+        for i, pair in enumerate(found):
+            values = [x.value for x in pair]
+            registers.flat[i] = vector.from_elements(kind, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=False)
+
+    key, tweak = (x.astype(jnp.uint32) for x in dropout.seed)
+    return make(counters(0), counters(1), key, tweak)
+
+
+def pairs_of_rows(number: jax.Array) -> jax.Array:
+    """The pairs of rows 8 apart (`core.counters`) that rows of a block belong to."""
+    sixteen = lax.shift_right_logical(number, jnp.full_like(number, 4))
+    return sixteen * 8 + (number & 7)
+
+
+def of_thread(
+    first: Sequence[Sequence[Any]],
+    second: Sequence[Sequence[Any]],
+    key,
+    tweak,
+    order: tuple[str, str],
+    wide_product: Callable,
+) -> list[list[Any]]:
+    """The bits of a thread's pairs, in the order of its registers.
+
+    Args:
+      first: counters of its rows: r and, the same, r + 8. In lists of one.
+      second: of its columns, two neighbours in a list: c, c + 8, c + 16 and so on.
+      key, tweak: the seed.
+      order: of the block.
+      wide_product: of two such numbers.
+
+    Returns:
+      Of each two neighbours: those of rows r and r + 8, then the next columns'.
+    """
+    (row,), _ = first
+    found = []
+    for columns in second[::2]:
+        # Of [columns c or c + 8][rows r or r + 8][neighbour].
+        group: list[list[list]] = [[[], []], [[], []]]
+        for column in columns:
+            t, s = (row, column) if order[0] == "t" else (column, row)
+            words = core.cipher(s, t ^ tweak, key, wide_product)
+            # A word belongs to query rows r or r + 8, its halves to key rows.
+            for query, word in enumerate(words):
+                for half, bits in enumerate((word << np.uint32(16), word)):
+                    i, j = (query, half) if order[0] == "t" else (half, query)
+                    group[j][i].append(bits)
+        found += [*group[0], *group[1]]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """A uint32 in a register."""
+
+    value: ir.Value
+
+    def _with(self, operation: Callable, other) -> _Word:
+        return _Word(operation(self.value, _operand(other)))
+
+    def __xor__(self, other) -> _Word:
+        return self._with(arith.xori, other)
+
+    def __add__(self, other) -> _Word:
+        return self._with(arith.addi, other)
+
+    def __lshift__(self, other) -> _Word:
+        return self._with(arith.shli, other)
+
+
+def _operand(x: _Word | np.uint32) -> ir.Value:
+    if isinstance(x, _Word):
+        return x.value
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, int(x)))
+
+
+def _wide_product(a: _Word, b: np.uint32) -> tuple[_Word, _Word]:
+    """In one instruction; the compiler would go on in words of 64 bits."""
+    kind = ir.IntegerType.get_signless(32)
+    text = "{.reg .b64 w; mul.wide.u32 w, $2, $3; mov.b64 {$1, $0}, w;}"
+    both = llvm.StructType.get_literal([kind, kind])
+    numbers = [a.value, _operand(b)]
+    found = llvm.inline_asm(both, numbers, text, "=r,=r,r,n")
+    high, low = (llvm.extractvalue(kind, found, [i]) for i in range(2))
+    return _Word(high), _Word(low)
+
+
+def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
+    """In two instructions; the compiler would choose after rounding to two bytes."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    )
+    def choose(_, x, bits):
+        text = (
+            f"{{.reg .pred p; setp.lt.u32 p, $2, {limit}; "
+            "selp.f32 $0, $1, 0f00000000, p;}"
+        )
+        registers = np.empty_like(x.registers)
+        pairs = zip(x.registers.flat, bits.registers.flat, strict=True)
+        for i, pair in enumerate(pairs):
+            values = [
+                llvm.inline_asm(
+                    ir.F32Type.get(),
+                    [vector.extract(of, [], [place]) for of in pair],
+                    text,
+                    "=f,f,r",
+                )
+                for place in range(2)
+            ]
+            registers.flat[i] = vector.from_elements(pair[0].type, values)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return choose(x, bits)
+
+
+ARITHMETIC = dataclasses.replace(
+    support.ARITHMETIC, bits=bits, where_below=where_below, drops_by_sign=True
+)

@@ -1,0 +1,81 @@
+"""What threads of the Mosaic GPU kernels make for their own pairs, on a CPU."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import dropout as core
+from pallas_kernels.core.arithmetic import PLAIN
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.positions import Numbering
+from pallas_kernels.mosaic_gpu import dropout, pairwise
+
+THREADS = 128
+PRODUCT = plgpu.Layout.WGMMA
+
+
+def dealt(x: np.ndarray, layout) -> np.ndarray:
+    """[threads, registers, elements] of an array, as Mosaic GPU deals it."""
+    layout = layout.to_mgpu()
+    for tile in layout.tiling.tiles:
+        kept = x.ndim - len(tile)
+        cut = [(n // t, t) for n, t in zip(x.shape[kept:], tile, strict=True)]
+        x = x.reshape(*x.shape[:kept], *itertools.chain(*cut))
+        outer, inner = (range(kept + i, x.ndim, 2) for i in (0, 1))
+        x = x.transpose(*range(kept), *outer, *inner)
+    lost, sizes = [], []
+    for dim in (*layout.warp_dims, *layout.lane_dims):
+        if isinstance(dim, int):
+            lost.append(dim)
+            sizes.append(x.shape[dim])
+        else:
+            x = np.broadcast_to(x, (dim.times, *x.shape))
+            lost.append(-x.ndim)
+            sizes.append(dim.times)
+    x = np.moveaxis(x, lost, range(len(lost)))
+    return x.reshape(THREADS, -1, x.shape[-1])
+
+
+def _wide_product(a: np.ndarray, b: np.uint32):
+    product = np.uint64(a) * np.uint64(b)
+    return np.uint32(product >> np.uint64(32)), np.uint32(product)
+
+
+@pytest.mark.parametrize("order", [("t", "s"), ("s", "t")])
+@pytest.mark.parametrize("striped", [False, True])
+def test_bits_of_threads(order, striped):
+    """The bits of every other backend, and each call of the cipher once."""
+    rows = dict(zip(order, ((128, 64), (64, 96)), strict=True))
+    numbering = Numbering(jnp.int32(32), stripe=32, parts=3) if striped else Numbering()
+    numberings = {"t": numbering, "s": Numbering()}
+    seed = np.uint32([[123456789], [987654321]])
+    own = core.Dropout(tuple(jnp.uint32(x[0]) for x in seed), 1 << 15)
+    whole = own.bits(rows, numberings, order, PLAIN)
+
+    vectors = []
+    for axis, name in enumerate(order):
+        start, size = rows[name]
+        index = dropout.pairs_of_rows(jnp.arange(size, dtype=jnp.int32))
+        counters = core.counters(start, index, numberings[name])
+        vectors.append(dealt(np.asarray(counters), PRODUCT.reduce(1 - axis)))
+    # Every word an array over all threads.
+    first, second = ([list(x.T) for x in np.moveaxis(v, 0, 1)] for v in vectors)
+    found = dropout.of_thread(first, second, *seed, order, _wide_product)
+    np.testing.assert_array_equal(
+        np.moveaxis(np.asarray(found), -1, 0), dealt(np.asarray(whole), PRODUCT)
+    )
+
+
+@pytest.mark.parametrize("name", ["t", "s"])
+def test_words_of_masks(name):
+    """Bit i of word j is element 32 * j + i."""
+    mask = np.random.default_rng(0).random((2, 64, 96)) < 0.5
+    words = pairwise.in_words(Named(jnp.asarray(mask), ("b0", "t", "s")), name)
+    axis = words.axes.index(name)
+    places = np.arange(mask.shape[axis])
+    found = np.take(np.asarray(words.value), places // 32, axis)
+    places = np.expand_dims(places % 32, [i for i in range(3) if i != axis])
+    np.testing.assert_array_equal(found >> np.uint32(places) & np.uint32(1), mask)
