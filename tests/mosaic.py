@@ -1,15 +1,18 @@
 """What the tests of the Mosaic GPU backend share."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, attention
-from pallas_kernels import device, triton
+from pallas_kernels import device, mosaic_gpu, triton
+from pallas_kernels.mosaic_gpu import tuning
 from tests import tolerances
 from tests.cases import CASES, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
@@ -58,18 +61,26 @@ def lowered(case: Case, dtype, **more) -> str:
     return lower_for_gpu(run, arrays, data)
 
 
-def beside_triton(own):
-    """The backend's backward, with the gradients of operands from Triton's kernels.
+@contextlib.contextmanager
+def kernel_with_bias():
+    """In which the backward kernel serves calls with a bias, which it does not yet.
 
-    Args:
-      own: what it makes itself, those of query, key and value first.
+    It takes one, but makes no gradient of it: that is from Triton's kernels.
     """
+    own = mosaic_gpu.backward
 
     def backward(*arguments, **options):
         gradients = own(*arguments, **options)
         return [*gradients[:3], *triton.backward(*arguments, **options)[3:]]
 
-    return backward
+    context = triton.lowering_context
+    with (
+        mock.patch.multiple(mosaic_gpu, backward=backward, lowering_context=context),
+        mock.patch.object(tuning, "no_backward", lambda *_: None),
+    ):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 def with_heads(case: Case, size: int) -> Case:

@@ -12,6 +12,7 @@ the kind of GPU: a library of a few lines answers in its place.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 
 from jax_flash2 import attention
 from tests.lowering import lower_for_gpu, string_attributes
+from tests.mosaic import kernel_with_bias
 
 # Of an H200. Attributes 75, 76, 16 and 97: capability, multiprocessors, shared memory.
 _DRIVER = """
@@ -133,7 +135,9 @@ def kernels(shape: tuple[int, ...], key_heads: int, arguments: dict) -> list[byt
         out, vjp = jax.vjp(functools.partial(call, **static, **data), *arrays)
         return out, vjp(out)
 
-    return string_attributes(lower_for_gpu(run, (q, k, k), data), "module")
+    context = kernel_with_bias if "bias" in data else contextlib.nullcontext
+    with context():
+        return string_attributes(lower_for_gpu(run, (q, k, k), data), "module")
 
 
 def compiler(folder: str):

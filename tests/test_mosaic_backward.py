@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from jax_flash2 import attention, explain
-from pallas_kernels import mosaic_gpu, triton
-from pallas_kernels.mosaic_gpu import tuning
 from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import lower_for_gpu
 from tests.mosaic import (
     MOSAIC,
     SERVED,
-    beside_triton,
     check,
     in_both_dtypes,
+    kernel_with_bias,
     lowered,
     on_hopper,
     with_heads,
@@ -52,11 +50,9 @@ def test_backward_lowers(case, head, any_size):
 
 
 @pytest.fixture
-def with_bias(monkeypatch, any_size):
-    """The kernel makes what it can of the gradients of calls with a bias."""
-    monkeypatch.setattr(tuning, "no_backward", lambda *_: None)
-    monkeypatch.setattr(mosaic_gpu, "backward", beside_triton(mosaic_gpu.backward))
-    monkeypatch.setattr(mosaic_gpu, "lowering_context", triton.lowering_context)
+def with_bias(any_size):
+    with kernel_with_bias():
+        yield
 
 
 @pytest.mark.parametrize("head", [64, 128])
