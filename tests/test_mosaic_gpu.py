@@ -106,6 +106,18 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((8, 2048, 16, 128), **window) == "triton"
 
 
+NOT_TIMED = {
+    "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+    "a mask array": {"mask": np.ones((2, 1, 1, 8192), bool)},
+    "a bias": {"bias": np.zeros((16, 1, 8192), np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", NOT_TIMED)
+def test_what_was_not_timed_goes_to_triton(name):
+    assert _choice((2, 8192, 16, 128), **NOT_TIMED[name]) == "triton"
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64, 127])
 @pytest.mark.parametrize("key_heads", [1, 8, 32])
 def test_few_queries_go_to_triton(rows, key_heads):
