@@ -48,8 +48,8 @@ MUTANTS = [
         "pallas_kernels/core/dropout.py",
         (
             "bits by place, not by number",
-            "return numbering.of_groups(2).at(start + index).astype(jnp.uint32)",
-            "return (start + index).astype(jnp.uint32)",
+            "return numbering.of_groups(2).at(pair).astype(jnp.uint32)",
+            "return pair.astype(jnp.uint32)",
             one("dropout", "ring"),
         ),
     ),

@@ -134,6 +134,30 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/mosaic_gpu/dropout.py",
+        (
+            "words of dropout for other queries",
+            "enumerate(words)",
+            "enumerate(words[::-1])",
+            "tests/test_mosaic_dealt.py",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "blocks that only some heads visit left out",
+            ', over=("n",)',
+            "",
+            ORDER,
+        ),
+        (
+            "one count for all blocks of keys",
+            "Range(*jnp.broadcast_arrays(*found, start)[:-1])",
+            "Range(*jnp.broadcast_arrays(*found))",
+            ORDER,
+        ),
+    ),
+    *of(
         "pallas_kernels/mosaic_gpu/backward.py",
         (
             "parts of a division left apart",

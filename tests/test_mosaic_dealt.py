@@ -58,8 +58,9 @@ def test_bits_of_threads(order, striped):
     vectors = []
     for axis, name in enumerate(order):
         start, size = rows[name]
-        index = dropout.pairs_of_rows(jnp.arange(size, dtype=jnp.int32))
-        counters = core.counters(start, index, numberings[name])
+        pair = dropout.pairs_of_rows(jnp.arange(size, dtype=jnp.int32))
+        pair = core.first_pair(start) + pair
+        counters = core.counters(pair, numberings[name])
         vectors.append(dealt(np.asarray(counters), PRODUCT.reduce(1 - axis)))
     # Every word an array over all threads.
     first, second = ([list(x.T) for x in np.moveaxis(v, 0, 1)] for v in vectors)

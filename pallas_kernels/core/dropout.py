@@ -80,7 +80,9 @@ class Dropout:
             """Counters of the rows `t` or `s`, two rows each, against the block."""
             start, size = rows[name]
             numbering = dataclasses.replace(numberings[name], first=first)
-            index = counters(start, lax.iota(jnp.int32, size // 2), numbering)
+            start = first_pair(start)
+            pair = start + lax.iota(jnp.int32, size // 2)
+            index = counters(pair, numbering)
             return jnp.expand_dims(index, 1 - order.index(name))
 
         def of_one(key, tweak, firsts):
@@ -106,17 +108,19 @@ class Dropout:
         return bits.reshape(*lead, *bits.shape[1:])
 
 
-def counters(start, index: jax.Array, numbering: Numbering) -> jax.Array:
+def first_pair(row) -> jax.Array:
+    """The pair of rows that a row is the first of, a multiple of 16."""
+    return lax.div(jnp.asarray(row, jnp.int32), jnp.int32(2))
+
+
+def counters(pair: jax.Array, numbering: Numbering) -> jax.Array:
     """The cipher's counters, uint32, one for two rows that are 8 apart.
 
     Args:
-      start: the first row of a block, a multiple of 16.
-      index: int32, of pairs of rows from there on: number 8 * i + j is that of the rows
-        16 * i + j and 16 * i + j + 8.
+      pair: int32: 8 * i + j is the pair of the rows 16 * i + j and 16 * i + j + 8.
       numbering: of the rows.
     """
-    start = lax.div(jnp.asarray(start, jnp.int32), jnp.int32(2))
-    return numbering.of_groups(2).at(start + index).astype(jnp.uint32)
+    return numbering.of_groups(2).at(pair).astype(jnp.uint32)
 
 
 def _joined(a: jax.Array, b: jax.Array) -> jax.Array:

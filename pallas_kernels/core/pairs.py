@@ -180,11 +180,11 @@ class Recomputed(NamedTuple):
         """
         spec, p = self.pairs.spec, self.p
         if spec.dropout is not None:
-            delta = delta * (1 / spec.dropout_scale)
             if self.pairs.drops_by_sign:
                 dp, p = jnp.where(p > 0.0, dp, 0.0), jnp.abs(p)
             else:
                 dp = self.pairs.drop(dp)
+            delta = delta * (1 / spec.dropout_scale)
         ds = flash2.score_gradient(p, dp, delta)
         masked = self.pairs.masked is not False
         return spec.score.gradient(ds, self.scores.x, masked)

@@ -44,8 +44,8 @@ def bits(
 
     def counters(axis: int) -> jax.Array:
         start, size = rows[order[axis]]
-        index = pairs_of_rows(support.numbers_along(axis, size))
-        return core.counters(start, index, numberings[order[axis]])
+        pair = pairs_of_rows(support.numbers_along(axis, size))
+        return core.counters(core.first_pair(start) + pair, numberings[order[axis]])
 
     @plgpu.inline_mgpu(
         arg_types=(*vectors, splat, splat),
