@@ -56,7 +56,7 @@ def test_bytes_by_hand():
 
 def received(text: str, parts: int) -> int:
     """Bytes that the collectives of a compiled program bring to a device."""
-    size, total = {"f32": 4, "s32": 4}, 0.0
+    size, total = {"f32": 4, "s32": 4, "u32": 4}, 0.0
     for line in text.splitlines():
         op = re.search(r"= (.*?) (collective-permute|all-to-all)(?:-start)?\(", line)
         if op is None:

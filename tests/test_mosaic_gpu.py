@@ -106,16 +106,24 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((8, 2048, 16, 128), **window) == "triton"
 
 
-NOT_TIMED = {
-    "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
-    "a mask array": {"mask": np.ones((2, 1, 1, 8192), bool)},
-    "a bias": {"bias": np.zeros((16, 1, 8192), np.float32)},
-}
+def _features(rows: int) -> dict[str, dict]:
+    return {
+        "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+        "mask": {"mask": np.ones((2, 1, 1, rows), bool)},
+        "bias of keys": {"bias": np.zeros((16, 1, rows), np.float32)},
+        "bias of pairs": {"bias": np.zeros((16, rows, rows), np.float32)},
+    }
 
 
-@pytest.mark.parametrize("name", NOT_TIMED)
-def test_what_was_not_timed_goes_to_triton(name):
-    assert _choice((2, 8192, 16, 128), **NOT_TIMED[name]) == "triton"
+@pytest.mark.parametrize("name", _features(1))
+def test_features_go_to_the_backend_that_measured_faster(name):
+    def choice(rows: int, head: int) -> str:
+        return _choice((2, rows, 16, head), **_features(rows)[name])
+
+    small = "triton" if name == "bias of pairs" else "mosaic_gpu"
+    assert choice(2048, 128) == "mosaic_gpu"
+    assert choice(2048, 64) == small
+    assert choice(512, 128) == "triton"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 127])

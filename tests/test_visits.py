@@ -261,7 +261,7 @@ def test_lowers_under_vmap(axes, any_size):
     assert lower_for_gpu(run, x, k, ids, offset).count("custom_call @mosaic_gpu") == 2
 
 
-def _packed(q, k, v, ids, offset=None):
+def _packed(q, k, v, ids, offset=0):
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
     positions = {"is_causal": True, "query_offset": offset}
     return attention(q, k, v, **segments, **positions, **MOSAIC)

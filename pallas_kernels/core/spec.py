@@ -336,6 +336,12 @@ class AttentionSpec:
         return known and not by_data and not starts
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether an array has an element for each pair (fields have names of axes)."""
+        leaves = jax.tree.leaves(self, is_leaf=lambda x: hasattr(x, "axes"))
+        return any({"t", "s"} <= set(getattr(x, "axes", ())) for x in leaves)
+
+    @property
     def is_dense(self) -> bool:
         """Whether a boolean array says which pairs are kept."""
         return any(isinstance(atom, DenseMask) for atom in self.masks)

@@ -184,16 +184,18 @@ def forward(
                     plgpu.wgmma_wait(0)
                     ring.release("v", i)
 
-                def scores(masked, i, qk):
+                def scores(masked, i, before=None):
                     """Of a tile, and what makes of probabilities a left operand."""
-                    here = pairs(masked, i)
+                    # What there is of pairs is loaded beside the products.
+                    here = pairs(masked, i) if all_spec.has_pairs else None
+                    qk = products(i, before)
+                    here = pairs(masked, i) if here is None else here
                     left = functools.partial(_left, here, v.dtype)
                     return here.scores_of(qk, q.dtype), left
 
                 def edge(i, state):
                     m, total, p = state
-                    qk = products(i, lambda: add(i - 1, p))
-                    found, left = scores(True, i, qk)
+                    found, left = scores(True, i, lambda: add(i - 1, p))
                     m, alpha, p = flash2.update(m, found, arithmetic)
                     added(i - 1)
                     acc[...] = acc[...] * along(alpha, d)
@@ -202,14 +204,13 @@ def forward(
 
                 def full(shift, i, state):
                     total, p = state
-                    qk = products(i, lambda: add(i - 1, p))
-                    found, left = scores(False, i, qk)
+                    found, left = scores(False, i, lambda: add(i - 1, p))
                     p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
                     return total, left(p)
 
-                found, left = scores(True, first, products(first))
+                found, left = scores(True, first)
                 m, _, p = flash2.update(nothing.m, found, arithmetic)
                 state = m, jnp.sum(p, axis=-1), left(p)
                 m, *state = lax.fori_loop(first + 1, first + edges, edge, state)

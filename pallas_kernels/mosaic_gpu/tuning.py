@@ -98,7 +98,8 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
 
 # Keys, about, that a query looks at, from which on these kernels are faster, by the
 # largest head size: a program's start and end are then little of its time. Sizes other
-# than 64 and 128 have not been timed with fewer, nor windows and lengths.
+# than 64 and 128 have not been timed with fewer, nor have windows, lengths, masks,
+# biases and dropout.
 _FEWEST_KEYS = {127: 1024, 128: 256, 256: 1024}
 _FEWEST_OF_OTHERS = 1024
 # Query rows: those of a block. Fewer leave warpgroups without work; the Triton kernels
@@ -114,21 +115,17 @@ def slower(call: Call, programs: float) -> str | None:
     Args:
       programs: for each multiprocessor.
     """
-    keys = call.spec.mean_keys(call.size["s"])
-    for feature, has in (
-        ("dropout", call.spec.dropout is not None),
-        ("a mask array", call.spec.is_dense),
-        ("a bias", call.spec.score.bias is not None),
-    ):
-        if has:
-            return f"with {feature} these kernels have not been timed"
-    if call.spec.is_sparse:
+    spec, largest = call.spec, max(call.head_sizes)
+    keys = spec.mean_keys(call.size["s"])
+    if spec.is_sparse:
         return "most blocks of keys may be skipped"
+    if spec.score.bias is not None and spec.has_pairs and largest <= 64:
+        return "a bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
-    largest = max(call.head_sizes)
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
-    if call.spec.is_windowed or not call.spec.rows_are_sorted:
+    timed = spec.rows_are_sorted and spec.dropout is None and spec.score.bias is None
+    if spec.is_windowed or not timed:
         fewest = _FEWEST_OF_OTHERS
     if keys < fewest:
         return f"about {keys} keys for a query are few"
