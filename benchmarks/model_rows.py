@@ -182,7 +182,7 @@ class Compiling:
     exact: Future | None
 
 
-def start(call: Call, dtype: str, pool: Executor) -> Compiling:
+def start(call: Call, dtype: str, peers: Sequence[str], pool: Executor) -> Compiling:
     """Lowers now and compiles in `pool`."""
     operands, arrays = jax.eval_shape(functools.partial(call.operands, dtype))
 
@@ -199,15 +199,16 @@ def start(call: Call, dtype: str, pool: Executor) -> Compiling:
         (which, name): compiled(passes(call, attention)[which])
         for which in passes(call, _ours)
         for name, attention in PEERS.items()
+        if name in peers
     }
     fits = call.t * call.keys <= _MOST_SCORES
     return Compiling(found, compiled(exact(call)) if fits else None)
 
 
-def started(calls: Sequence[Call], dtype: str) -> list[Compiling]:
+def started(calls: Sequence[Call], dtype: str, peers: Sequence[str]) -> list[Compiling]:
     """All programs of some calls. Nothing may be timed before: compilers autotune."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [start(call, dtype, pool) for call in calls]
+        return [start(call, dtype, peers, pool) for call in calls]
 
 
 def rows_of(
@@ -221,7 +222,8 @@ def rows_of(
     rows = []
     for which in passes(call, _ours):
         timed, failures, memory, is_wrong = {}, {}, {}, {}
-        for name in PEERS:
+        names = [name for name in PEERS if (which, name) in compiling.programs]
+        for name in names:
             try:
                 compiled = compiling.programs[which, name].result()
                 programs.check_fits(compiled)
@@ -233,7 +235,7 @@ def rows_of(
             except Exception as error:  # a peer's failure is a result, not the end
                 failures[name] = harness.describe(error)
         timings, later = harness.time_interleaved(timed, rounds=rounds)
-        for name in PEERS:
+        for name in names:
             row = {"call": call.name, "group": group, "sizes": str(call)}
             row |= {"source": call.source, "pass": which, "peer": name}
             row |= {"failure": {**failures, **later}.get(name)}

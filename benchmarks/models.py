@@ -1,6 +1,7 @@
 """Attention calls of published models, beside what JAX has already.
 
     python -m benchmarks.models                     # every call, on a GPU
+    python -m benchmarks.models --peers=jax_flash2,cudnn,xla  # a quarter of the time
     python -m benchmarks.models --small --repeats=1 # the same, small, anywhere
 
 Each call of `benchmarks.model_calls` runs forward, and forward and backward if the
@@ -21,6 +22,9 @@ from benchmarks import model_rows, options, records
 from benchmarks.model_calls import GROUPS
 
 _GROUPS = options.names("groups", list(GROUPS), GROUPS, "Which calls")
+_PEERS = options.names(
+    "peers", list(model_rows.PEERS), model_rows.PEERS, "Who takes part"
+)
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
 _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
@@ -50,7 +54,8 @@ def main():
                 progress.say(f"no time is left for {name} and what comes after")
                 break
             dtype, rounds = _DTYPE.value, _REPEATS.value
-            compiling = model_rows.started([call for _, call in together], dtype)
+            own_calls = [call for _, call in together]
+            compiling = model_rows.started(own_calls, dtype, _PEERS.value)
             for (group, call), own in zip(together, compiling, strict=True):
                 found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
                 rows += [run.write(row) for row in found]

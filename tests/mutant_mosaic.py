@@ -11,6 +11,15 @@ DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 
 MUTANTS = [
     *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "blocks at the edges of a window first",
+            "self.needed.in_order(",
+            "self.needed.at(",
+            "tests/test_visits.py -k do_not_wait",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/visits.py",
         (
             "a program among those before it",
@@ -83,8 +92,14 @@ MUTANTS = [
         ),
         (
             "a last round without tiles",
-            "self.tile(program, last) >= self.tiles",
-            "self.tile(program, last) > self.tiles",
+            "self.tile(program, r) >= self.tiles",
+            "self.tile(program, r) > self.tiles",
+            SCHEDULE,
+        ),
+        (
+            "programs that come later take the tiles of the first",
+            "row = r + time * self.most_rounds",
+            "row = r + time",
             SCHEDULE,
         ),
         (

@@ -7,6 +7,7 @@ is done here for all programs, one after the other.
 import collections
 import dataclasses
 import functools
+import heapq
 import itertools
 
 import jax
@@ -181,6 +182,53 @@ def _check_order(call):
     said = visited_rows(spec, layout.size, layout.rows, visits_of(spec, layout))
     said = np.broadcast_to(said.to((*BATCH, "t")), written.shape)
     np.testing.assert_array_equal(said, written)
+
+
+def _time(visits: list[list[int]], multiprocessors: int) -> tuple[float, float]:
+    """How long programs take that visit these blocks, and how long they must.
+
+    A tile takes 1. A program adds to blocks in turn, and computes two tiles ahead.
+    """
+    turn = collections.defaultdict(list)
+    added: dict[tuple[int, int], float] = {}
+    free = [0.0] * multiprocessors
+    for number, blocks in enumerate(visits):
+        now, own = heapq.heappop(free), []
+        for i, block in enumerate(blocks):
+            now = max(now, own[i - 2] if i >= 2 else 0.0) + 1
+            before = [added[x, block] for x in turn[block][-1:]]
+            own.append(max([now, *before]))
+            added[number, block] = own[-1]
+            turn[block].append(number)
+        heapq.heappush(free, max([now, *own[-1:]]))
+    work = sum(map(len, visits)) / multiprocessors
+    return max(free), max(work, *map(len, visits))
+
+
+LONG_CALLS = {
+    "causal": (Window(None, 0),),
+    "window": (Window(150, 0),),
+    "two_sided": (Window(100, 100),),
+    "lengths": (Window(None, 0), Lengths(*[Named(np.int32([450, 250]), ("b0",))] * 2)),
+}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_programs_do_not_wait_for_the_end_of_others(name, heads):
+    n, k = heads
+    size = {"t": 512, "s": 512, "n": n, "k": k}
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
+    spec = AttentionSpec(Score(1.0), LONG_CALLS[name])
+    layout = memory.Layout.of("dkv", operands(size, spec), launch)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        visits = [
+            [int(x.number(jnp.int32(i))) for i in range(int(x.count))]
+            for x in programs(spec, layout)
+        ]
+    for multiprocessors in (8, len(visits)):
+        taken, least = _time(visits, multiprocessors)
+        assert taken < 1.4 * least
 
 
 def _documents(*lengths: int) -> np.ndarray:

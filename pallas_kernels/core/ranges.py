@@ -120,6 +120,11 @@ class Range(NamedTuple):
         # Arithmetic instead of `where`, as in `_when`.
         return index < edges, edge + full * (self.full_lo + index - edges - edge)
 
+    def in_order(self, index) -> tuple[Any, Any]:
+        """Number `index` of the `count` blocks, from the first on: as `at`."""
+        block = self.need_lo + index
+        return (block < self.full_lo) | (block >= self.full_hi), block
+
     def part(self, index, count: int) -> Range:
         """Part `index` of `count`, as equal as whole blocks can be."""
         first, last = (divide(self.count * i, count) for i in (index, index + 1))

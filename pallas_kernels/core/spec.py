@@ -336,10 +336,10 @@ class AttentionSpec:
         return known and not by_data and not starts
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether an array has an element for each pair (fields have names of axes)."""
-        leaves = jax.tree.leaves(self, is_leaf=lambda x: hasattr(x, "axes"))
-        return any({"t", "s"} <= set(getattr(x, "axes", ())) for x in leaves)
+    def has_bias_of_pairs(self) -> bool:
+        """Whether each pair has a number of its own (fields have names of axes)."""
+        bias = self.score.bias
+        return bias is not None and {"t", "s"} <= set(bias.axes)
 
     @property
     def is_dense(self) -> bool:

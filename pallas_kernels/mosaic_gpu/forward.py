@@ -186,8 +186,8 @@ def forward(
 
                 def scores(masked, i, before=None):
                     """Of a tile, and what makes of probabilities a left operand."""
-                    # What there is of pairs is loaded beside the products.
-                    here = pairs(masked, i) if all_spec.has_pairs else None
+                    # Numbers of pairs are loaded while the products are made.
+                    here = pairs(masked, i) if all_spec.has_bias_of_pairs else None
                     qk = products(i, before)
                     here = pairs(masked, i) if here is None else here
                     left = functools.partial(_left, here, v.dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -19,10 +21,12 @@ class Schedule:
     Attributes:
       tiles: how many there are.
       programs: how many, at most as many as tiles.
+      together: how many of them run at the same time; then come as many others.
     """
 
     tiles: int
     programs: int
+    together: int
 
     @classmethod
     def of(cls, tiles: int, multiprocessors: int, *, alike: bool) -> Schedule:
@@ -33,17 +37,18 @@ class Schedule:
         before anything runs. Where data say how long they take, each is a program: the
         GPU then gives the next one to the multiprocessor that is free first. If rounds
         would be more than `MOST_ROUNDS`, each multiprocessor has several programs, one
-        after the other.
+        after the other, and those that run together take tiles that lie together.
 
         Args:
           alike: whether tiles take equally long, or are known to be sorted by that.
         """
-        each = -(-tiles // (MOST_ROUNDS * multiprocessors))
-        return cls(tiles, min(tiles, each * multiprocessors) if alike else tiles)
+        together = min(tiles, multiprocessors) if alike else tiles
+        times = -(-tiles // (MOST_ROUNDS * together))
+        return cls(tiles, times * together, together)
 
     @property
     def most_rounds(self) -> int:
-        """Of a program: the last one may lack a tile."""
+        """Of a program: the last ones may lack some."""
         return -(-self.tiles // self.programs)
 
     def tile(self, program, r):
@@ -52,15 +57,24 @@ class Schedule:
         Every other round deals the tiles out backwards. So the sums are alike where the
         tiles are sorted.
         """
-        back = (r & 1) * (self.programs - 1 - 2 * program)
-        return r * self.programs + program + back
+        row, place = r, program
+        if self.programs > self.together:
+            time = lax.div(jnp.int32(program), jnp.int32(self.together))
+            row = r + time * self.most_rounds
+            place = program - time * self.together
+        back = (r & 1) * (self.together - 1 - 2 * place)
+        return row * self.together + place + back
 
     def rounds(self, program):
         """All of a program's rounds, a set."""
-        most = (1 << self.most_rounds) - 1
-        last = self.most_rounds - 1
-        lacks = self.tile(program, last) >= self.tiles
-        return jnp.int32(most) - (jnp.asarray(lacks, jnp.int32) << last)
+        times = self.programs // self.together  # at most so many rows are missing
+        last = range(max(self.most_rounds - times, 0), self.most_rounds)
+        lacks = (self.tile(program, r) >= self.tiles for r in last)
+        missing = functools.reduce(
+            operator.add, (jnp.asarray(x, jnp.int32) for x in lacks)
+        )
+        most = jnp.int32((1 << self.most_rounds) - 1)
+        return lax.shift_right_logical(most, missing)
 
     def fold(self, todo, visit: Callable, state):
         """Runs `state = visit(r, state)` for the rounds in a set."""

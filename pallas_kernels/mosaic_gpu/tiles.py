@@ -87,10 +87,14 @@ class Tiles:
         return first + lax.rem(tile, heads)
 
     def _block(self, tile) -> tuple[Any, Any]:
-        """Whether pairs of a tile may be masked, and its block of queries."""
+        """Whether pairs of a tile may be masked, and its block of queries.
+
+        These come in their order, or from the last on. Each program then comes to a
+        block one tile after the program before it: none waits for another's end.
+        """
         i = lax.div(tile, self._heads[1])
         back = jnp.int32(self.needed.count) - 1 - i
-        return self.needed.at(i if self.layout.last_first else back)
+        return self.needed.in_order(i if self.layout.last_first else back)
 
     def at(self, tile) -> program.Where:
         rows = self.layout.rows["t"]

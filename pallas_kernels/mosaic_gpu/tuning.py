@@ -39,8 +39,11 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
       spec: of the call.
     """
     many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
-    # With three warpgroups these spill up to 150 bytes (JAX 0.11.2, ptxas 13.0).
-    wants_registers = spec.dropout is not None or spec.score.bias is not None
+    # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
+    score = spec.score
+    wants_registers = any(
+        x is not None for x in (spec.dropout, score.bias, score.slopes)
+    )
     return many if keys >= _MANY_KEYS and not wants_registers else few
 
 
@@ -119,7 +122,7 @@ def slower(call: Call, programs: float) -> str | None:
     keys = spec.mean_keys(call.size["s"])
     if spec.is_sparse:
         return "most blocks of keys may be skipped"
-    if spec.score.bias is not None and spec.has_pairs and largest <= 64:
+    if spec.has_bias_of_pairs and largest <= 64:
         return "a bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
@@ -169,6 +172,10 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
 # spilled (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed
 # (NVIDIA H200, 2026-11-24: 067-mosaic-gpu-backward.md).
 _NO_SOFT_CAP = (64, 144, 160, 176, 192)
+# With a window, programs waited for each other's ends, 15 times as long as they ran
+# (2 x 8192, 32 (8) x 128, of 4096 keys). They no longer do, by reckoning, but that has
+# not been timed.
+_NO_WINDOW = True
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
 
@@ -187,6 +194,8 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
         return (
             f"with a soft cap and heads of {call.head_sizes} registers do not suffice"
         )
+    if call.spec.is_windowed and _NO_WINDOW:
+        return "with a window of keys the kernel has not been timed"
     if odd := call.spec.odd_stripe(**rows):
         return f"blocks would lie in several stripes of {odd} rows"
     if call.spec.is_data_dependent:
