@@ -3,10 +3,12 @@
 Against the oracle in float64, the largest error of an output is at most 2 times, of a
 gradient at most 3 times, that of plain quadratic attention in the input dtype with
 float32 softmax, plus two roundings of the largest exact value for an output and four
-for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
-recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
-lse, each before and after its scaling) become a relative error of p. The log-sum-exp
-itself has these roundings too. The rule holds for each head by itself.
+for a gradient (which is a difference, dp - delta, of rounded values). An output has two
+more of float32, of p and of the sum that it is divided by: plain attention has these,
+too, but with few keys by chance no error at all. A gradient also recomputes p =
+exp(s - lse): four float32 roundings of numbers as large as lse (s and lse, each before
+and after its scaling) become a relative error of p. The log-sum-exp itself has these
+roundings too. The rule holds for each head by itself.
 
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
@@ -214,7 +216,9 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         size = np.maximum(largest(e), largest(terms))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
-        if name != "out":
+        if name == "out":
+            share += 2 * min(unit, 2.0**-24)
+        else:
             share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
         allowed = np.maximum(factor * plain_error + share * size, 1e-30)
         found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)
