@@ -1,6 +1,7 @@
 """Test settings that must be made before JAX starts, and the platform's facts."""
 
 import os
+import tempfile
 
 # Eight CPU devices for pmap and sharding; many test processes on one GPU, where XLA
 # would time candidates for every product of a reference.
@@ -23,6 +24,16 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# On a GPU, tests of several backends compile the same references, for seconds each.
+os.environ.update(
+    {
+        "JAX_COMPILATION_CACHE_DIR": f"{tempfile.gettempdir()}/jax_{os.getuid()}_tests",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    if os.path.exists("/proc/driver/nvidia")
+    else {}
+)
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
@@ -46,6 +57,13 @@ hypothesis.settings.register_profile(
     derandomize=False,
 )
 hypothesis.settings.load_profile("default")
+
+
+def pytest_configure(config):
+    # A process may read what another one has not written to the end, and compiles it.
+    for what in ("reading", "writing"):
+        text = f"ignore:Error {what} persistent compilation cache"
+        config.addinivalue_line("filterwarnings", text)
 
 
 @pytest.fixture(autouse=True, scope="module")
