@@ -118,7 +118,9 @@ def delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
     o, lse, do, dlse = operands
     of_o, of_do = (x.to((*rows, "d")) for x in (o, do))
     found = flash2.delta(of_o, lse.to(rows), of_do, dlse.to(rows))
-    return Named.broadcast(found, rows)
+    shared = (n == 1 and a != "t" for a, n in zip(rows, found.shape, strict=True))
+    axes = tuple(None if x else a for a, x in zip(rows, shared, strict=True))
+    return Named(found, axes).squeezed()
 
 
 def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:

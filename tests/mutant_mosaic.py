@@ -112,6 +112,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/memory.py",
         (
+            "zeros for what lies beyond queries",
+            "fill = x.fill if isinstance(x, Filled) else 0",
+            "fill = 0",
+            "tests/test_mosaic_backward.py -k beyond_queries",
+        ),
+        (
             "the next heads from the same end",
             "block += ((last - heads) & 1)",
             "block += 0",
@@ -166,10 +172,10 @@ MUTANTS = [
             ORDER,
         ),
         (
-            "one count for all blocks of keys",
-            "Range(*jnp.broadcast_arrays(*found, start)[:-1])",
-            "Range(*jnp.broadcast_arrays(*found))",
-            ORDER,
+            "counts that elements share as if each had its own",
+            "shape = (*(size[a] for a in _batch(spec)), keys)",
+            "shape = jnp.broadcast_shapes(*map(jnp.shape, (*found, start)))",
+            "tests/test_visits.py -k do_not_depend_on",
         ),
     ),
     *of(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import attention, explain
+from pallas_kernels.mosaic_gpu import memory, tuning
 from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import kernel_modules, lower_for_gpu
@@ -144,9 +146,39 @@ def test_tiles_wider_than_heads(name, group, any_size, record_property):
     check(case, "bfloat16", record_property)
 
 
+def test_what_lies_beyond_queries():
+    """Whatever the scores of such rows, their probabilities are 0."""
+    lse = memory.Filled(np.zeros((2, 5), np.float32), ("b", "t"), np.inf)
+    padded = memory._as_loaded(lse, {"t": 4}, "t")
+    assert padded.shape == (2, 8) and np.isinf(padded.value[:, 5:]).all()
+    assert not np.any(padded.value[:, :5])
+
+
+@on_hopper
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 20), ("bfloat16", 100)])
+def test_queries_beyond_the_array(dtype, size, any_size, record_property):
+    """Their scores are so high that a query of zeros would have infinite ones."""
+    case = dataclasses.replace(by_name("plain"), t=300, s=512, h=64, d=64)
+    bias = np.full((512,), size, np.float32)
+    case = dataclasses.replace(case, arguments=lambda rng, case: {"bias": bias})
+    check(case, dtype, record_property)
+
+
+def test_heads_of_any_size():
+    """The backward kernel has blocks for them, or there is no kernel; all fit."""
+    sizes = range(16, 257, 16)
+    for heads in itertools.product(sizes, sizes):
+        width = tuning.head_tiles(dict(zip("hd", heads, strict=True)))
+        blocks = tuning.of_backward(heads)
+        assert tuning.computes_ahead(width) == (max(heads) <= 128)
+        if blocks is not None:
+            assert max(heads) <= 192 and sum(width.values()) <= 320
+
+
 OF_WIDE_HEADS = (
     *("plain", "window_offset", "lengths_causal", "segments_causal_gqa"),
-    *("alibi_batch", "sinks", "scale_data"),
+    *("alibi_batch", "sinks", "scale_data", "dropout", "mask_full", "bias_shared"),
+    *("bias_keys_heads", "mask_keys_heads"),
 )
 
 

@@ -106,7 +106,7 @@ def operands(size, spec: AttentionSpec) -> list[Named]:
 
 def views(tree, layout: memory.Layout):
     return jax.tree.map(
-        lambda x: memory.View(jnp.asarray(x.value), x.axes, layout.rows), tree
+        lambda x: memory.View(np.asarray(x.value), x.axes, layout.rows), tree
     )
 
 
@@ -231,6 +231,15 @@ def test_programs_do_not_wait_for_the_end_of_others(name, heads):
         assert taken < 1.4 * least
 
 
+def test_axes_that_ranges_do_not_depend_on():
+    """Only the scores ask for the offset, which each batch entry has its own."""
+    mask = Named(np.tril(np.ones((48, 48), bool)), ("t", "s"))
+    offset = Named(np.int32([3, 5]), ("b0",))
+    spec = AttentionSpec(Score(1.0), (DenseMask(mask),), offset)
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
+    _check_order(({"t": 48, "s": 48, "n": 1, "k": 1}, spec, launch))
+
+
 def _documents(*lengths: int) -> np.ndarray:
     return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
@@ -275,7 +284,7 @@ def test_rows_that_no_keys_meet(ids):
         same = Named(np.zeros(64, np.int32), ("t",))
         masks.append(SegmentIds(same, same.renamed("t", "s")))
     spec = AttentionSpec(Score(1.0), tuple(masks), Named(np.int32(-16), ()))
-    size, rows = {"t": 64, "s": 64}, {"t": 16, "s": 16}
+    size, rows = {"t": 64, "s": 64, "b0": 2}, {"t": 16, "s": 16}
     visits = Visits.of(spec, size, rows, last_first=False) if ids else None
     found = visited_rows(spec, size, rows, visits).to(("b0", "t"))
     number = np.arange(64)

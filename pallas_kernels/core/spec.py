@@ -113,12 +113,6 @@ class AttentionSpec:
         return next(odd, None)
 
     @property
-    def numbers_rows(self) -> bool:
-        """Whether rows have other numbers than their places."""
-        rows = self.query_rows, self.key_rows
-        return any(x.first is not None or x.stripe is not None for x in rows)
-
-    @property
     def gradient_unit(self):
         """Gradient of q.k over what `Recomputed.dz` gives."""
         return self.score.gradient_unit * self.dropout_scale
@@ -340,11 +334,6 @@ class AttentionSpec:
         """Whether each pair has a number of its own (fields have names of axes)."""
         bias = self.score.bias
         return bias is not None and {"t", "s"} <= set(bias.axes)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether a boolean array says which pairs are kept."""
-        return any(isinstance(atom, DenseMask) for atom in self.masks)
 
     def without_padding(self, x: Named) -> Named:
         """Rows of queries or of keys, with 0 in those beyond a length (`Named` fields).

@@ -62,8 +62,9 @@ class Visits:
         start = jnp.arange(keys, dtype=jnp.int32) * rows["s"]
         end = jnp.minimum(start + rows["s"], size["s"])
         found = loaded.q_blocks(start, end, size["t"], rows["t"])
-        # All of them for each block of keys, though nothing may depend on it.
-        found = Range(*jnp.broadcast_arrays(*found, start)[:-1])
+        # All of them for each element and block of keys, whatever they depend on.
+        shape = (*(size[a] for a in _batch(spec)), keys)
+        found = Range(*(jnp.broadcast_to(x, shape) for x in found))
         visited = _in(found, queries).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2, reverse=last_first)
         blocks = Range(*(Named(x, axes) for x in found))

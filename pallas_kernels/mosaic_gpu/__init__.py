@@ -140,13 +140,14 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     k, v = map(spec.without_dropped, (k, v))
     o, lse, _, dlse = saved
     delta = passes.delta(o, lse, do, dlse)
-    lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
+    # With a bias, rows of zeros beyond the array have scores of any size.
+    padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)
     of_q, of_k, of_v, *rest = outputs
     launch = _backward_launch(Call(q, k, v, spec, config, precision))
     assert launch is not None  # else `other_backward`
     wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
     dq, dk, dv = backward_kernel(
-        q, k, v, spec, (lse_log2, delta, do), (wide, of_k, of_v), launch=launch
+        q, k, v, spec, (padded, delta, do), (wide, of_k, of_v), launch=launch
     )
     axes = [None if a == "h" else a for a in of_q.axes]
     dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))

@@ -16,8 +16,9 @@ stores. A program waits only for programs of lower indices, which a GPU starts b
 it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
-log-sum-exps and delta, and dz [block_kv, block_q]; dq [block_q, H] in float32. Heads
-are as wide as `tuning.head_tiles`: beyond an array 0 is read, and nothing is written.
+log-sum-exps and delta, and dz [block_kv, block_q]; twice dq [block_q, H] in float32.
+Of heads above 128 there is one tile of dz and one of dq. Heads are as wide as
+`tuning.head_tiles`: beyond an array 0 is read, and nothing is written.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, over `AttentionSpec.gradient_unit`, and of k and v.
 
-    Blocks of dq that no keys meet are not written, unless there are more keys.
+    Blocks of dq that no keys meet are not written; where there are more keys than
+    these (`AttentionSpec.is_part`) they are 0.
 
     Args:
       q, k, v, spec, launch: as in the forward; 0 lies beyond the spec's lengths.
@@ -172,9 +174,7 @@ def backward(
                 qk = qk if ahead else first_products(tile)
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
-                head_spec, _, _ = program.query_head(
-                    own_spec, where, layout, there["n"]
-                )
+                head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
                 here = {**there, "s": own["s"]}
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]

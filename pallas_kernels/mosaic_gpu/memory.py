@@ -78,7 +78,9 @@ class View(layout.View):
         kept = [name for name in self.axes if isinstance(where[name], Rows)]
         if not kept:
             number = self.ref[tuple(where[name] for name in self.axes)]
-            return number != 0 if self.boolean else number
+            if not self.boolean:
+                return number
+            return jnp.full([self.block[a] for a in order], number) != 0
         shape = tuple(self.block[a] for a in order)
         if len(kept) == 2:
             return self._load_pairs(order, where, shape)
@@ -96,6 +98,13 @@ class View(layout.View):
         start, count = lax.div(where[name].start, word), shape[1] // pairwise.WORD
         words = self.at({**where, name: Rows(start, count)})
         return pairwise.load_words(words, shape, transposed=transposed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled(Named):
+    """An operand, and what lies beyond its end in the last blocks; else that is 0."""
+
+    fill: float = 0.0
 
 
 class Layout(layout.Layout):
@@ -193,8 +202,12 @@ def _as_loaded(x: Named, block: Mapping[str, int], columns: str) -> Named:
     Args:
       columns: rows of `t` or `s` that are the columns of blocks of pairs.
     """
+    fill = x.fill if isinstance(x, Filled) else 0
+    x = x.squeezed()
     if not _is_boolean(x):
-        return _as_copied(x, block)
+        if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
+            x = Named(x.value.astype(jnp.bfloat16), x.axes)
+        return _as_copied(x, block, fill)
     # Beyond the array, too, queries have keys: none has to be computed again.
     x = _as_copied(x, block, fill=True)
     if {"t", "s"} <= set(x.axes):
@@ -260,7 +273,6 @@ def call(
       programs: how many; None for one for each tile of the grid.
     """
     leaves, tree = jax.tree.flatten(inputs)
-    leaves = [x.squeezed() for x in leaves]
     boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
     operands = [_as_loaded(x, grid.rows, columns) for x in leaves]
     results = [_as_copied(x, grid.rows) for x in outputs]

@@ -155,7 +155,7 @@ def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
 
 def computes_ahead(width: Mapping[str, int]) -> bool:
     """Whether registers and shared memory suffice for products of the next queries."""
-    return width["h"] + width["d"] <= 256
+    return max(width.values()) <= 128
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:
