@@ -21,7 +21,6 @@ class Pairs(NamedTuple):
     p: np.ndarray  # probability, before dropout
     dz: np.ndarray  # gradient of the score before its soft cap
     distance: np.ndarray  # |query position - key position|
-    dropped: np.ndarray  # p after dropout, the weights of the values
 
 
 def attention(
@@ -115,7 +114,7 @@ def attention(
         if isinstance(argument, np.ndarray | jax.Array):
             x = summed_to(x, argument.shape)
             results[name] = x if rounded is None else x.astype(argument.dtype)
-    return results, Pairs(p, dz, distance, dropped)
+    return results, Pairs(p, dz, distance)
 
 
 def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.ndarray:

@@ -46,8 +46,8 @@ from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
-# Blocks of dq on their way to global memory.
-_DQ_TILES = 2
+# Blocks of dq on their way to global memory, by `tuning.computes_ahead`.
+_DQ_TILES = {True: 2, False: 1}
 # Registers of a thread that loads and adds, and of one that computes.
 _REGISTERS = 24, 240
 
@@ -84,7 +84,7 @@ def backward(
     computing = keys // ROWS
     parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
-    dq_tiles = _DQ_TILES if ahead else 1
+    dq_tiles = _DQ_TILES[ahead]
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
 
@@ -372,7 +372,7 @@ def _shared(
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows), "delta": vector}
-    dq_tiles = _DQ_TILES if ahead else 1
+    dq_tiles = _DQ_TILES[ahead]
     return {
         "k": of_heads("h", 1, keys),
         "v": of_heads("d", 1, keys),

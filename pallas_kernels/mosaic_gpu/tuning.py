@@ -1,7 +1,7 @@
 """Blocks of the Mosaic GPU kernels, and which calls they serve faster than others.
 
 Measured on NVIDIA H200s, 2026-11-24 (benchmarks/lab/067-mosaic-gpu-backward.md,
-068-several-tiles-a-program.md).
+068-several-tiles-a-program.md, 070-features-of-pairs-on-hopper.md).
 """
 
 from __future__ import annotations
@@ -172,9 +172,10 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
 # spilled (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed
 # (NVIDIA H200, 2026-11-24: 067-mosaic-gpu-backward.md).
 _NO_SOFT_CAP = (64, 144, 160, 176, 192)
-# With a window, programs waited for each other's ends, 15 times as long as they ran
-# (2 x 8192, 32 (8) x 128, of 4096 keys). They no longer do, by reckoning, but that has
-# not been timed.
+# With a window, programs waited for each other's ends: forward and backward took 95 ms,
+# cuDNN 6.3 (NVIDIA H200, 2026-11-24, 2 x 8192, 32 (8) x 128, window of 4096). They no
+# longer do, by reckoning, but that has not been timed:
+# benchmarks/lab/070-features-of-pairs-on-hopper.md.
 _NO_WINDOW = True
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
