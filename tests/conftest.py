@@ -84,7 +84,6 @@ def any_size(monkeypatch):
     """Calls for which Mosaic GPU's backward is not fast go to it, too."""
     monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._ENOUGH", 0)
     monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._NO_SOFT_CAP", ())
-    monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._NO_WINDOW", False)
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ MUTANTS = [
         ),
         (
             "programs before it counted from the other end",
-            "reverse=last_first",
-            "reverse=not last_first",
+            "axis=visited.ndim - 2)",
+            "axis=visited.ndim - 2, reverse=True)",
             DOCUMENTS,
         ),
         (
@@ -131,7 +131,7 @@ MUTANTS = [
         ),
         (
             "heads together of one block only",
-            "if self.together > 1:",
+            'if self.together > 1 and own == "t":',
             "if False:",
             SCHEDULE,
         ),

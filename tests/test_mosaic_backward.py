@@ -71,7 +71,6 @@ def test_score_gradients_of_another_backend(any_size):
 
 OTHER = {
     "head_size": (by_name("head_72_24"), "head sizes (72, 24)"),
-    "window": (with_heads(by_name("window"), 64), "window of keys"),
     "few": (with_heads(by_name("plain"), 64), "few blocks of keys"),
     "soft_cap": (with_heads(by_name("soft_cap"), 64), "registers do not suffice"),
 }

@@ -44,15 +44,12 @@ class Visits:
         spec: AttentionSpec,
         size: Mapping[str, int],
         rows: Mapping[str, int],
-        *,
-        last_first: bool,
     ) -> Visits:
         """Of a call.
 
         Args:
           spec: of `Named` arrays, without a table.
           size, rows: all of `t` and `s`, and those of a block.
-          last_first: whether the program of the last block of keys is the first.
         """
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",))
@@ -66,7 +63,7 @@ class Visits:
         shape = (*(size[a] for a in _batch(spec)), keys)
         found = Range(*(jnp.broadcast_to(x, shape) for x in found))
         visited = _in(found, queries).astype(jnp.int32)
-        so_far = lax.cumsum(visited, axis=visited.ndim - 2, reverse=last_first)
+        so_far = lax.cumsum(visited, axis=visited.ndim - 2)
         blocks = Range(*(Named(x, axes) for x in found))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 

@@ -9,11 +9,10 @@ queries and keys run while dq goes to shared memory. One more warpgroup has a wa
 loads, by TMA, and one that adds dq to global memory, by TMA too, in float32. Of heads
 above 128 there is no room for that, and p is rounded before dz is made of it.
 
-The additions to a block of dq have one order, that of the programs whose keys meet it,
-so that the same inputs give the same bits: from the last key block or from the first
-(`memory.Layout.last_first`). A semaphore of the block counts them, and the first one
-stores. A program waits only for programs of lower indices, which a GPU starts before
-it.
+The additions to a block of dq have one order, that of the key blocks which meet it, so
+that the same inputs give the same bits. A semaphore of the block counts them, and the
+first one stores. A program waits only for programs of lower indices, which a GPU starts
+before it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; twice dq [block_q, H] in float32.
@@ -74,7 +73,7 @@ def backward(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dkv", operands, launch)
+    layout = memory.Layout.of("dkv", operands, launch, by_block=True)
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
     width = tuning.head_tiles(layout.size)

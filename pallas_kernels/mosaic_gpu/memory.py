@@ -28,6 +28,9 @@ _HEADS = ("h", "d")
 # Bytes of keys and values that the GPU's cache holds beside all else: a third of an
 # H200's. Reckoned, and timed as it is (benchmarks/lab/068-several-tiles-a-program.md).
 _CACHED = 20 << 20
+# Programs that wait for each other's sums, for each multiprocessor, of as many heads as
+# lie side by side (benchmarks/lab/071-heads-side-by-side-backward.md).
+_IN_TURN = 1.5
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
 
@@ -114,8 +117,8 @@ class Layout(layout.Layout):
 
     Args:
       by_block: whether the tiles of the same block of several heads lie side by side,
-        those of the next block after them. Then come the next heads, from the other
-        end: neighbours take about equally long.
+        those of the next block after them. Then come the next heads: of blocks of
+        queries from the other end, as neighbours then take about equally long.
     """
 
     # A multiprocessor has one program at a time, whose start and end nothing hides: so
@@ -128,23 +131,16 @@ class Layout(layout.Layout):
         self.together = self._heads_together() if by_block else 1
 
     def _heads_together(self) -> int:
-        ((_, blocks),) = self.num_blocks.items()
+        ((own, blocks),) = self.num_blocks.items()
+        heads, programs = math.prod(self._heads.values()), device.multiprocessors()
+        if own == "s":
+            # A program waits for the one of the block before. Where few of a head run
+            # at the same time, they begin one after the other, as they should.
+            parts = math.prod(self.parts.values())
+            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), 0)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
-        heads = math.prod(self._heads.values())
-        return heads_together(heads, blocks, device.multiprocessors(), cached)
-
-    @property
-    def last_first(self) -> bool:
-        """Whether the tiles of the last block of keys come first.
-
-        Under a causal mask these take the shortest, and each begins where the others
-        are not: no program waits at its start. Those of several query heads take so
-        long that the longest should come first, which costs less than what they leave
-        idle at the end (NVIDIA H200, 2026-11-24:
-        benchmarks/lab/067-mosaic-gpu-backward.md).
-        """
-        return self.heads == "k" and self.elements == self.parts.get("y", 1)
+        return heads_together(heads, blocks, programs, cached)
 
     @property
     def tiles(self) -> int:
@@ -172,11 +168,11 @@ class Layout(layout.Layout):
             rest, ids[name] = _divmod(rest, size)
         rest, head = _divmod(rest, self.together)
         heads, block = _divmod(rest, blocks)
-        if self.together > 1:
+        if self.together > 1 and own == "t":
             last = math.prod(self._heads.values()) // self.together - 1
             block += ((last - heads) & 1) * (blocks - 1 - 2 * block)
         rest = heads * self.together + head
-        ids[own] = blocks - 1 - block if self.last_first else block
+        ids[own] = block
         for name, size in self._heads.items():
             rest, ids[name] = _divmod(rest, size)
         if "n" in ids:

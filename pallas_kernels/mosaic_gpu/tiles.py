@@ -24,8 +24,7 @@ def visits_of(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
     """Of the programs, where arrays decide them (`Named` fields)."""
     if not spec.is_data_dependent:
         return None
-    order = {"last_first": layout.last_first}
-    return Visits.of(spec, layout.size, layout.rows, **order)
+    return Visits.of(spec, layout.size, layout.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +88,12 @@ class Tiles:
     def _block(self, tile) -> tuple[Any, Any]:
         """Whether pairs of a tile may be masked, and its block of queries.
 
-        These come in their order, or from the last on. Each program then comes to a
-        block one tile after the program before it: none waits for another's end.
+        These come from the last on. Each program then comes to a block some tiles
+        after the program before it, as blocks of keys come from the first on: none
+        waits for another's end.
         """
-        i = lax.div(tile, self._heads[1])
-        back = jnp.int32(self.needed.count) - 1 - i
-        return self.needed.in_order(i if self.layout.last_first else back)
+        back = jnp.int32(self.needed.count) - 1 - lax.div(tile, self._heads[1])
+        return self.needed.in_order(back)
 
     def at(self, tile) -> program.Where:
         rows = self.layout.rows["t"]
@@ -114,8 +113,7 @@ class Tiles:
         keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
         end = minimum(rows.start + rows.size, size["t"])
         met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
-        own = lax.div(self.where["s"].start, jnp.int32(keys))
-        return met[1] - 1 - own if self.layout.last_first else own - met[0]
+        return lax.div(self.where["s"].start, jnp.int32(keys)) - met[0]
 
     @property
     def _axes(self) -> list[tuple[str, int]]:

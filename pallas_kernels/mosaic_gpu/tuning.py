@@ -172,11 +172,6 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
 # spilled (JAX 0.11.2, ptxas 13.0). Such spills have cost two thirds of the speed
 # (NVIDIA H200, 2026-11-24: 067-mosaic-gpu-backward.md).
 _NO_SOFT_CAP = (64, 144, 160, 176, 192)
-# With a window, programs waited for each other's ends: forward and backward took 95 ms,
-# cuDNN 6.3 (NVIDIA H200, 2026-11-24, 2 x 8192, 32 (8) x 128, window of 4096). They no
-# longer do, by reckoning, but that has not been timed:
-# benchmarks/lab/070-features-of-pairs-on-hopper.md.
-_NO_WINDOW = True
 # Bytes at most of what orders the sums of dq where arrays decide which blocks meet.
 _MOST_COUNTS = 64 << 20
 
@@ -195,8 +190,6 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
         return (
             f"with a soft cap and heads of {call.head_sizes} registers do not suffice"
         )
-    if call.spec.is_windowed and _NO_WINDOW:
-        return "with a window of keys the kernel has not been timed"
     if odd := call.spec.odd_stripe(**rows):
         return f"blocks would lie in several stripes of {odd} rows"
     if call.spec.is_data_dependent:
