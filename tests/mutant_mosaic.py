@@ -61,9 +61,9 @@ MUTANTS = [
             ORDER,
         ),
         (
-            "the first program of one order the last of the other",
-            "return met[1] - 1 - own if self",
-            "return met[1] - own if self",
+            "the first program is the last",
+            "jnp.int32(keys)) - met[0]",
+            "jnp.int32(keys)) - met[1]",
             ORDER,
         ),
         (
