@@ -20,6 +20,7 @@ from tests.mosaic import (
     check,
     in_both_dtypes,
     lowered,
+    off_hopper,
     on_hopper,
     with_heads,
 )
@@ -36,6 +37,7 @@ BACKWARD = [case for case in SERVED if case.h == case.d == 16]
 FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
 
+@off_hopper
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("case", mostly_deep(BACKWARD, FIRST_BACKWARD))
 def test_backward_lowers(case, head, any_size):

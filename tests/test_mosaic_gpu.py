@@ -18,6 +18,7 @@ from tests.mosaic import (
     check,
     in_both_dtypes,
     lowered,
+    off_hopper,
     on_hopper,
 )
 from tests.tiers import deeply, mostly_deep
@@ -25,6 +26,7 @@ from tests.tiers import deeply, mostly_deep
 FIRST = ("plain", "one_query", "head_72_24", "head_192_128", "everything_served")
 
 
+@off_hopper
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *deeply(jnp.float16)])
 @pytest.mark.parametrize("case", mostly_deep(SERVED, FIRST))
 def test_lowers(case, dtype):
