@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,6 +85,22 @@ def check(case: Case, dtype, record_property, arrays=None, **more):
     found = tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
     worst = float(max(found.values(), default=0.0))
     record_property("share of the allowed error", worst)
+
+
+def assert_same_bits(run: Callable, arrays: Sequence, times: int):
+    """A compiled call gives the bits of its first results, and no NaN, so many times.
+
+    They are compared where they are: to copy them takes longer than the call.
+    """
+
+    @jax.jit
+    def count(first, found):
+        pairs = zip(*map(jax.tree.leaves, (first, found)), strict=True)
+        return sum(jnp.sum(a != b) for a, b in pairs)
+
+    first = run(*arrays)
+    differ = [count(first, run(*arrays)) for _ in range(times)]
+    assert not np.any(jax.device_get(differ))
 
 
 def in_both_dtypes(cases: Sequence[Case]) -> list:

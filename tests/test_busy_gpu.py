@@ -18,7 +18,7 @@ import pytest
 from jax_flash2 import attention
 from pallas_kernels import device
 from tests.cases import by_name
-from tests.mosaic import MOSAIC, on_hopper
+from tests.mosaic import MOSAIC, assert_same_bits, on_hopper
 from tests.tiers import deeply
 
 # A kernel that does nothing for so many nanoseconds.
@@ -140,12 +140,4 @@ def test_two_processes_on_one_gpu():
 @pytest.mark.parametrize("size", deeply(2048))
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_a_thousand_times_the_same_bits(name, size):
-    run, arrays = _gradients(name, size)
-
-    @jax.jit
-    def differs(found, first):
-        pairs = zip(found, first, strict=True)
-        return functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))
-
-    first = run(*arrays)
-    assert not any(differs(run(*arrays), first) for _ in range(1000))
+    assert_same_bits(*_gradients(name, size), 1000)

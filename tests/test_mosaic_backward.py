@@ -17,6 +17,7 @@ from tests.lowering import kernel_modules, lower_for_gpu
 from tests.mosaic import (
     MOSAIC,
     SERVED,
+    assert_same_bits,
     check,
     in_both_dtypes,
     lowered,
@@ -267,11 +268,7 @@ def test_same_bits(name, heads, any_size):
         out, vjp = jax.vjp(functools.partial(call, return_residual=True), q, k, v)
         return out, vjp(out)
 
-    first = jax.device_get(run(*arrays))
-    for _ in range(100):
-        found = jax.device_get(run(*arrays))
-        for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True):
-            np.testing.assert_array_equal(a, b)
+    assert_same_bits(run, arrays, 100)
 
 
 @on_hopper
@@ -292,10 +289,7 @@ def test_divided_gradients(
         out, vjp = jax.vjp(call, q, k, v)
         return vjp(out)
 
-    first = jax.device_get(run(*arrays))
-    for _ in range(20):
-        for a, b in zip(jax.device_get(run(*arrays)), first, strict=True):
-            np.testing.assert_array_equal(a, b)
+    assert_same_bits(run, arrays, 20)
     check(case, "bfloat16", record_property)
 
 

@@ -24,6 +24,16 @@ from pallas_kernels.mosaic_gpu.schedule import (
 )
 
 
+def _tiles(schedule: Schedule) -> list[np.ndarray]:
+    """Those of each program, in its order."""
+    programs, r = jnp.arange(schedule.programs), jnp.arange(MOST_ROUNDS)
+    tiles, rounds = jax.vmap(
+        lambda p: (jax.vmap(lambda r: schedule.tile(p, r))(r), schedule.rounds(p))
+    )(programs)
+    own = has(rounds[:, None], r)
+    return [x[y] for x, y in zip(np.array(tiles), np.array(own), strict=True)]
+
+
 @pytest.mark.parametrize("count", [1, 3, 114, 132])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 64, 129])
 @pytest.mark.parametrize("heads", [1, 3, 32, 128])
@@ -37,11 +47,7 @@ def test_schedule(heads, blocks, count):
     if tiles <= MOST_ROUNDS * count:
         assert schedule.programs <= count
 
-    dealt = [
-        [int(schedule.tile(p, r)) for r in range(MOST_ROUNDS) if has(rounds, r)]
-        for p in range(schedule.programs)
-        for rounds in [int(schedule.rounds(p))]
-    ]
+    dealt = _tiles(schedule)
     np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), range(tiles))
     lengths = blocks - np.arange(tiles) // heads  # the longest first
     all_sums = np.array([lengths[own].sum() for own in dealt])
@@ -59,10 +65,8 @@ def test_schedule_of_many_tiles(heads, rows, together):
     schedule = Schedule.of(heads * rows, 132, alike=True)
     assert schedule.programs > schedule.together == 132
     free = np.zeros(132)
-    for p in range(schedule.programs):
-        rounds = int(schedule.rounds(p))
-        own = [int(schedule.tile(p, r)) for r in range(MOST_ROUNDS) if has(rounds, r)]
-        heads_before, block = np.divmod(np.array(own) // together, rows)
+    for own in _tiles(schedule):
+        heads_before, block = np.divmod(own // together, rows)
         length = np.where(heads_before & 1, block, rows - 1 - block) + 1
         free[free.argmin()] += length.sum()
     assert free.mean() > 0.93 * free.max()
