@@ -216,8 +216,13 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         share = roundings * unit
         if name != "out":
             share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
-        allowed = np.maximum(factor * plain_error + share * size, 1e-30)
-        found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)
+        # A head may be as far off, for its size, as plain attention is in any head;
+        # and the worst one as far as plain attention's worst.
+        relative = np.max(plain_error / np.maximum(size, 1e-30), initial=0.0)
+        by_head = error / np.maximum((factor * relative + share) * size, 1e-30)
+        allowed = factor * np.max(plain_error, initial=0.0) + share * size
+        as_a_whole = error / np.maximum(allowed, 1e-30)
+        found[name] = np.max([by_head, as_a_whole], initial=0.0)
     return found
 
 

@@ -79,6 +79,8 @@ def forward(
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
     turns = support.Turns(computing, warpgroups=computing + 1)
+    # Where all blocks may have masked pairs, they would all have a running maximum.
+    few_steps = spec.has_mask_of_pairs
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -166,11 +168,12 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(first, count, edges, pairs, q_read, acc):
+            def walk(first, count, edges, steps, pairs, q_read, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
                 Args:
                   edges: how many of the `count` blocks may have masked pairs.
+                  steps: how many of these have a running maximum.
                   pairs: of whether they may, and the tile's number.
                   q_read: called when no more products read q.
                 """
@@ -202,9 +205,9 @@ def forward(
                     total = flash2.add_row_sums(total * alpha, p)
                     return m, total, left(p)
 
-                def full(shift, i, state):
+                def other(masked, shift, i, state):
                     total, p = state
-                    found, left = scores(False, i, lambda: add(i - 1, p))
+                    found, left = scores(masked, i, lambda: add(i - 1, p))
                     p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
@@ -213,9 +216,13 @@ def forward(
                 found, left = scores(True, first)
                 m, _, p = flash2.update(nothing.m, found, arithmetic)
                 state = m, jnp.sum(p, axis=-1), left(p)
-                m, *state = lax.fori_loop(first + 1, first + edges, edge, state)
-                full = functools.partial(full, flash2.finite(m))
-                total, p = lax.fori_loop(first + edges, last + 1, full, tuple(state))
+                m, *state = lax.fori_loop(first + 1, first + steps, edge, state)
+                state, shift = tuple(state), flash2.finite(m)
+                if few_steps:
+                    masked = functools.partial(other, True, shift)
+                    state = lax.fori_loop(first + steps, first + edges, masked, state)
+                full = functools.partial(other, False, shift)
+                total, p = lax.fori_loop(first + edges, last + 1, full, state)
                 q_read()
                 add(last, p)
                 added(last)
@@ -227,6 +234,7 @@ def forward(
                 tile = spec, where, start = tile_of(r)
                 needed, count = keys_of(tile, again)
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
+                steps = jnp.int32(1) if few_steps and not again else edges
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
@@ -239,13 +247,15 @@ def forward(
                 pl.when(~has_last(todo, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if o_apart else lambda: None
-                through = functools.partial(walk, first, count, edges, pairs, q_read)
+                through = functools.partial(
+                    walk, first, count, edges, steps, pairs, q_read
+                )
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
                 if again:
                     good = has(lost, r)
                 else:
                     out = jnp.where(flash2.in_range(state, v.dtype), 0, 1)
-                    good = (support.anywhere(me, out) == 0) | (edges == count)
+                    good = (support.anywhere(me, out) == 0) | (steps == count)
                     lost = lost | (1 - good.astype(jnp.int32)) << r
 
                 @pl.when(good)

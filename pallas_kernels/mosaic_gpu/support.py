@@ -14,7 +14,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
+from pallas_kernels.core import arithmetic
 from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
@@ -106,7 +108,31 @@ def numbers_along(axis: int, size: int) -> jax.Array:
     return iota()
 
 
-ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
+    """Multiplies and adds at once; the compiler would not where a mask chose x."""
+    if x.ndim < 2:
+        return arithmetic.exp2(x, scale, shift)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    )
+    def exponent(_, x, shift):
+        registers = np.empty_like(x.registers)
+        for i, (a, b) in enumerate(zip(x.registers.flat, shift.registers.flat)):
+            number = ir.FloatAttr.get(ir.F32Type.get(), scale)
+            number = ir.DenseElementsAttr.get_splat(a.type, number)
+            factor = arith.constant(a.type, number)
+            registers.flat[i] = mlir_math.fma(a, factor, arith.negf(b))
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return jnp.exp2(exponent(x, shift))
+
+
+ARITHMETIC = Arithmetic(exp2=_exp2, along=_along, numbers=_numbers)
 
 
 def unknown(number: jax.Array) -> jax.Array:
