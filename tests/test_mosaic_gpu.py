@@ -196,6 +196,38 @@ def test_rows_that_leave_their_range(
     check(case, dtype, record_property, **more)
 
 
+def _kept(name: str, rows: int, keys: int) -> np.ndarray:
+    """Masks of pairs that leave some rows nothing in the first block of keys."""
+    mask = np.random.default_rng(0).random((rows, keys)) < 0.7
+    own = np.arange(rows) % 50 < 9
+    if name == "empty":
+        mask[own] = False
+    elif name == "late":
+        mask[own, :300] = False
+    elif name == "one":
+        mask[own] = np.arange(keys) == keys - 1
+    elif name == "prefix":
+        mask = np.arange(keys) <= np.arange(rows)[:, None] + 300
+    return mask
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["random", "empty", "late", "one", "prefix"])
+@pytest.mark.parametrize("level", [0, -30, 300])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masks_of_pairs(name, level, dtype, multiprocessors, record_property):
+    """After the first block the maximum stays, whatever a row has kept of that."""
+    multiprocessors(3)
+    case = dataclasses.replace(by_name("plain"), t=400, s=1024, h=64, d=64)
+    (q, k, v), _ = case.inputs(dtype)
+    q = q.at[..., 0].set(1)
+    levels = np.where(np.arange(case.s) < 128, 0, level).astype(np.float32)
+    k = k.at[..., 0].set((levels * case.h**0.5)[None, :, None].astype(k.dtype))
+    mask = _kept(name, case.t, case.s)
+    case = dataclasses.replace(case, arguments=lambda rng, case: {"mask": mask})
+    check(case, dtype, record_property, arrays=(q, k, v))
+
+
 @on_hopper
 @pytest.mark.parametrize(
     ("head", "blocks"),

@@ -7,9 +7,11 @@ A program has warpgroups that compute, of 64 query rows each, and one that only 
 it brings keys and values by TMA into a ring of tiles in shared memory, in the order of
 `Range.at`, and runs on into the next round while the last one is computed and stored.
 First come the blocks in which pairs may be masked, or one, with `flash2.update`, then
-all the others with the maximum as it is (`flash2.accumulate`). Where a row was not in
-its range, its warpgroup has lost the round and stores nothing: after the last round,
-the program goes through the lost ones once more, with maxima alone.
+all the others with the maximum as it is (`flash2.accumulate`). A mask with an element
+for each pair may mask some pairs of any block: then only the first block has that.
+Where a row was not in its range, its warpgroup has lost the round and stores nothing:
+after the last round, the program goes through the lost ones once more, with maxima
+alone.
 
 A step issues the products of the next keys, then those of the last probabilities with
 their values, and computes the next probabilities while the second run (Shah 2024,
@@ -23,6 +25,7 @@ soon as the last product has read these. Else o is written over q.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -208,7 +211,9 @@ def forward(
                 def other(masked, shift, i, state):
                     total, p = state
                     found, left = scores(masked, i, lambda: add(i - 1, p))
-                    p = flash2.probabilities(found, along(shift, keys), arithmetic)
+                    exp2 = {"exp2": support.exp2_of_masked} if masked else {}
+                    fast = dataclasses.replace(arithmetic, **exp2)
+                    p = flash2.probabilities(found, along(shift, keys), fast)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
                     return total, left(p)

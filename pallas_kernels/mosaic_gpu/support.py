@@ -16,7 +16,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from pallas_kernels.core import arithmetic
 from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
@@ -108,10 +107,15 @@ def numbers_along(axis: int, size: int) -> jax.Array:
     return iota()
 
 
-def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
-    """Multiplies and adds at once; the compiler would not where a mask chose x."""
-    if x.ndim < 2:
-        return arithmetic.exp2(x, scale, shift)
+ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+
+
+def exp2_of_masked(x: jax.Array, scale: float, shift: jax.Array) -> jax.Array:
+    """`Arithmetic.exp2`, for blocks that a mask has been applied to.
+
+    Multiplies and subtracts at once. The compiler would move the mask between the two,
+    and so not.
+    """
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -119,20 +123,18 @@ def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
     )
     def exponent(_, x, shift):
+        kind = x.registers.flat[0].type
+        number = ir.FloatAttr.get(ir.F32Type.get(), scale)
+        factor = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, number))
         registers = np.empty_like(x.registers)
-        for i, (a, b) in enumerate(zip(x.registers.flat, shift.registers.flat)):
-            number = ir.FloatAttr.get(ir.F32Type.get(), scale)
-            number = ir.DenseElementsAttr.get_splat(a.type, number)
-            factor = arith.constant(a.type, number)
+        pairs = zip(x.registers.flat, shift.registers.flat, strict=True)
+        for i, (a, b) in enumerate(pairs):
             registers.flat[i] = mlir_math.fma(a, factor, arith.negf(b))
         return mgpu.FragmentedArray(
             _registers=registers, _layout=x.layout, _is_signed=None
         )
 
     return jnp.exp2(exponent(x, shift))
-
-
-ARITHMETIC = Arithmetic(exp2=_exp2, along=_along, numbers=_numbers)
 
 
 def unknown(number: jax.Array) -> jax.Array:
