@@ -334,9 +334,19 @@ def test_blocks_meet_from_both_sides(data):
     rows, keys = (draw(st.sampled_from([4, 16, 64])) for _ in range(2))
     masks = (*windows, Lengths(*lengths))
     spec = AttentionSpec(Score(1.0), masks, offset, **numbers)
+    _check_both_sides(spec, t, s, rows, keys)
+
+
+def test_blocks_beyond_a_window_meet_from_both_sides():
+    """Queries from 96 on look back to key 85, and the last one is 82."""
+    spec = AttentionSpec(Score(1.0), (Window(11, 0),))
+    _check_both_sides(spec, 112, 83, 16, 16)
+
+
+def _check_both_sides(spec: AttentionSpec, t: int, s: int, rows: int, keys: int):
     kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
     kept = np.broadcast_to(True if kept is None else kept, (t, s))
-    q_limit = t if lengths[0] is None else lengths[0]
+    q_limit = spec.q_limit(t)
     met = {}
     for j in range(-(-s // keys)):
         span = j * keys, min(j * keys + keys, s)
