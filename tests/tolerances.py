@@ -6,11 +6,7 @@ float32 softmax, plus two roundings of the largest exact value for an output and
 for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
 lse, each before and after its scaling) become a relative error of p. The log-sum-exp
-itself has these roundings too.
-
-The rule holds for each head by itself, with the error of plain attention's worst head:
-of a few numbers a head of it may have no error at all, by chance. It counts for the
-size of the heads, and as it is.
+itself has these roundings too. The rule holds for each head by itself.
 
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
@@ -220,11 +216,8 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         share = roundings * unit
         if name != "out":
             share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
-        relative = np.max(plain_error / np.maximum(size, 1e-30), initial=0.0)
-        by_head = error / np.maximum((factor * relative + share) * size, 1e-30)
-        allowed = factor * np.max(plain_error, initial=0.0) + share * size
-        as_a_whole = error / np.maximum(allowed, 1e-30)
-        found[name] = np.max([by_head, as_a_whole], initial=0.0)
+        allowed = np.maximum(factor * plain_error + share * size, 1e-30)
+        found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)
     return found
 
 

@@ -221,8 +221,8 @@ def forward(
                 added(last)
                 return flash2.State(m, total, acc[...])
 
-            def visit(again, todo, r, state):
-                """One round, of those in `todo`; the rounds lost are in the state."""
+            def visit(again, chosen, r, state):
+                """One round, of those in `chosen`; the rounds lost are in the state."""
                 first, lost = state
                 tile = spec, where, start = tile_of(r)
                 needed, count = keys_of(tile, again)
@@ -234,9 +234,9 @@ def forward(
                     return program.pairs(spec, here, ("t", "s"), masked, launch)
 
                 def fetch_next():
-                    pl.when(has_next(todo, r))(lambda: fetch_q(r + 1))
+                    pl.when(has_next(chosen, r))(lambda: fetch_q(r + 1))
 
-                pl.when(~has_last(todo, r))(lambda: fetch_q(r))  # else it was fetched
+                pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if o_apart else lambda: None
                 through = functools.partial(walk, first, count, edges, pairs, q_read)

@@ -76,11 +76,11 @@ class Schedule:
         most = jnp.int32((1 << self.most_rounds) - 1)
         return lax.shift_right_logical(most, missing)
 
-    def fold(self, todo, visit: Callable, state):
+    def fold(self, chosen, visit: Callable, state):
         """Runs `state = visit(r, state)` for the rounds in a set."""
 
         def one(r, state):
-            return lax.cond(has(todo, r), lambda: visit(r, state), lambda: state)
+            return lax.cond(has(chosen, r), lambda: visit(r, state), lambda: state)
 
         most = jnp.int32(self.most_rounds)
         return lax.fori_loop(jnp.int32(0), most, one, state)
