@@ -1,16 +1,19 @@
 """Ring attention: keys and values travel from device to device, the queries stay.
 
-In round i of P, device r has the keys of device r - i. The forward merges what its
+In round i of P, device r has the keys of device r + i. The forward merges what its
 queries make of them (`flash2.merge`). The backward needs no more of other rounds than
 the output, the log-sum-exp and their cotangents: with those, what one call makes of
-some keys is their share of the gradients. dk and dv travel with the keys that come
-after theirs, and go one step further in the end. All sums are float32, or wider.
+some keys is their share of the gradients. All sums are float32, or wider.
 
-A kernel should run while keys travel. XLA would move all keys before the first kernel;
-a barrier for each round keeps it from that, and one permutation for keys and values
-together is in flight at a time. No round is skipped by a condition, for which XLA would
-ask the host: where a device has nothing to do, the kernel's programs end at once. So
-dk and dv set off together with the keys, as one array.
+The backward goes the other way round, from the keys that the forward had last, those of
+device r - 1, which it keeps: in round i a device has the keys of r - 1 - i, and in the
+last round its own. dk and dv follow their keys one round later, and so are at home when
+the last kernel ends.
+
+A kernel runs while anything travels. XLA would move all keys before the first kernel; a
+barrier for each round keeps it from that. No round is skipped by a condition, for which
+XLA would ask the host: where a device has nothing to do, the kernel's programs end at
+once.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash2 import _backends, _operation, _sharding
-from jax_flash2._operation import Problem, is_differentiable
+from jax_flash2._operation import OUTPUT_NAME, Problem, is_differentiable
 from jax_flash2._rows import Layout
 from pallas_kernels import passes
 from pallas_kernels.backend import Call
@@ -111,14 +115,13 @@ class _Rounds:
     spec: AttentionSpec
     rank: jax.Array
 
-    def source(self, number) -> jax.Array:
-        """Whose keys are here in a round."""
+    def source(self, steps) -> jax.Array:
+        """The device so many steps, from -P on, after this one."""
         parts = jnp.int32(self.ring.layout.parts)
-        return lax.rem(self.rank - number + parts, parts)
+        return lax.rem(self.rank + steps + parts, parts)
 
-    def call(self, number, pair: jax.Array) -> tuple[Problem, tuple]:
-        """Problem and arrays of a round, without a sink."""
-        source = self.source(number)
+    def call(self, source, k: Named, v: Named) -> tuple[Problem, tuple]:
+        """Problem and arrays of a round with a device's keys, without a sink."""
 
         def of_source(x: Named) -> Named:
             if _DEVICES not in x.axes:
@@ -126,7 +129,6 @@ class _Rounds:
             value = lax.dynamic_index_in_dim(x.value, source, 0, keepdims=False)
             return Named(value, x.axes[1:])
 
-        k, v = self.unpacked(pair)
         spec = jax.tree.map(of_source, self.spec)
         static = self.ring.problem
         call = Call(self.q, k, v, spec, static.config, static.precision)
@@ -134,16 +136,18 @@ class _Rounds:
         problem = Problem.of(call, static.backend)
         return problem, tuple(x.value for x in call.operands)
 
-    def packed(self, k: jax.Array, v: jax.Array) -> jax.Array:
+    def packed(self, k: Named, v: Named) -> jax.Array:
         """What belongs to keys and to values as one array, that travels at once."""
-        return jnp.concatenate([k, v], axis=-1)
+        return jnp.concatenate([k.value, v.value], axis=-1)
 
-    def unpacked(self, pair: jax.Array) -> tuple[Named, Named]:
-        k, v = jnp.split(pair, [self.k.shape[-1]], axis=-1)
-        return Named(k, self.k.axes), Named(v, self.v.axes)
+    def unpacked(self, pair: jax.Array) -> list[Named]:
+        return self.named(*jnp.split(pair, [self.k.shape[-1]], axis=-1))
+
+    def named(self, k: jax.Array, v: jax.Array) -> list[Named]:
+        return [Named(k, self.k.axes), Named(v, self.v.axes)]
 
     def shifted(self, pair: jax.Array, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Both from the device before, in one permutation.
+        """Both from the device before this one, in one permutation.
 
         As integers: XLA may compute with numbers of two bytes in four, where what is
         half of another number can become a different one.
@@ -173,25 +177,28 @@ class _Rounds:
         return lax.fori_loop(np.int32(1), np.int32(last), turn, carry)
 
 
-def _forward(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
+def _forward(ring: _Ring, arrays, rank) -> tuple[tuple[jax.Array, jax.Array], list[Named]]:
+    """Output and lse; keys and values of the last round."""
     rounds = ring.rounds(arrays, rank)
-    parts, shift = ring.layout.parts, ring.layout.shifted
+    last = jnp.int32(ring.layout.parts - 1)
+    shift = functools.partial(ring.layout.shifted, by=-1)
     merge = functools.partial(_merged, ring.result_axes(arrays))
 
-    def part(number, pair):
-        return _operation.forward(*rounds.call(number, pair))
+    def part(number, k, v):
+        return _operation.forward(*rounds.call(rounds.source(number), k, v))
 
     def turn(number, carry):
         pair, state = carry
         following = shift(pair)
-        state = merge(state, part(number, pair))
+        state = merge(state, part(number, *rounds.unpacked(pair)))
         return lax.optimization_barrier((following, state))
 
-    pair = rounds.packed(rounds.k.value, rounds.v.value)
-    first = shift(pair), part(jnp.int32(0), pair)
+    own = rounds.k, rounds.v
+    first = shift(rounds.packed(*own)), part(jnp.int32(0), *own)
     pair, state = rounds.run(turn, lax.optimization_barrier(first))
-    o, lse = merge(state, part(jnp.int32(parts - 1), pair), sink=rounds.spec.sink)
-    return o.astype(rounds.v.dtype), lse
+    pair = rounds.unpacked(pair)
+    o, lse = merge(state, part(last, *pair), sink=rounds.spec.sink)
+    return (o.astype(rounds.v.dtype), lse), pair
 
 
 def _merged(axes: list[Axes], *parts, sink: Named | None = None):
@@ -206,8 +213,12 @@ def _merged(axes: list[Axes], *parts, sink: Named | None = None):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, ...]:
+def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...]:
     """Gradients of the operands that are differentiable, in order.
+
+    Args:
+      pair: keys and values of the forward's last round.
+      results: o and lse, and their cotangents.
 
     A `custom_vjp` so that nobody differentiates it: o and lse are taken as they are,
     though they depend on the operands.
@@ -216,17 +227,17 @@ def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, .
     # Else XLA makes one of the forward's permutations and those here, and all keys
     # would be kept in between. With the forward's results, since keys that set off
     # before its last round would leave those of that round alone on their way.
-    arrays, o, lse, do, dlse = lax.optimization_barrier((arrays, o, lse, do, dlse))
+    arrays, pair, results = lax.optimization_barrier((arrays, pair, results))
     rounds = ring.rounds(arrays, rank)
     leaves = [x for x in jax.tree.leaves(rounds.spec) if is_differentiable(x)]
     sink = rounds.spec.sink
     leaves = [x for x in leaves if x is not sink]
 
-    def gradients(number, pair, sums):
+    def gradients(number, k, v, sums):
         """Of dq and what goes with the queries; of keys and values, packed."""
-        problem, values = rounds.call(number, pair)
-        dq, dk, dv, *others = _operation.backward(problem, values, o, lse, do, dlse)
-        source = rounds.source(number)
+        source = rounds.source(-1 - number)
+        problem, values = rounds.call(source, k, v)
+        dq, dk, dv, *others = _operation.backward(problem, values, *results)
 
         def added(x: Named, total, more):
             if _DEVICES not in x.axes:
@@ -234,29 +245,30 @@ def _backward(ring: _Ring, arrays, rank, o, lse, do, dlse) -> tuple[jax.Array, .
             return lax.dynamic_update_index_in_dim(total, more, source, 0)
 
         found = zip((rounds.q, *leaves), sums, (dq, *others), strict=True)
-        return [added(*x) for x in found], rounds.packed(dk, dv)
+        return [added(*x) for x in found], rounds.packed(*rounds.named(dk, dv))
 
     def turn(number, carry):
         pair, sums, grads = carry
         following, grads = rounds.shifted(pair, grads)
-        sums, more = gradients(number, pair, sums)
+        sums, more = gradients(number, *rounds.unpacked(pair), sums)
         return lax.optimization_barrier((following, sums, grads + more))
 
     wide = functools.partial(jnp.promote_types, jnp.float32)
     sums = [jnp.zeros_like(x.value, wide(x.dtype)) for x in (rounds.q, *leaves)]
-    pair = rounds.packed(rounds.k.value, rounds.v.value)
-    following = shift(pair)
-    sums, grads = gradients(jnp.int32(0), pair, sums)
-    carry = lax.optimization_barrier((following, sums, grads))
-    pair, sums, grads = rounds.run(turn, carry)
+    pair = rounds.named(*pair)
+    following = shift(rounds.packed(*pair)) if parts > 2 else None
+    sums, grads = gradients(jnp.int32(0), *pair, sums)
+    # Without the sums: the next ones are then added in one operation with their zeros.
+    following, grads = lax.optimization_barrier((following, grads))
+    _, sums, grads = rounds.run(turn, (following, sums, grads))
     grads = shift(grads)
-    sums, more = gradients(jnp.int32(parts - 1), pair, sums)
-    dk, dv = rounds.unpacked(shift(grads + more))
+    sums, more = gradients(jnp.int32(parts - 1), rounds.k, rounds.v, sums)
+    dk, dv = rounds.unpacked(grads + more)
     dq, *others = sums
     found = [dq, dk.value, dv.value, *others]
     if sink is not None:
         axes = ring.result_axes(arrays) * 2
-        saved = list(map(Named, (o, lse, do, dlse), axes))
+        saved = list(map(Named, results, axes))
         found.append(passes.of_sink(sink, saved[1], passes.delta(*saved), sink))
     return tuple(found)
 
@@ -274,12 +286,15 @@ _backward.defvjp(_no_second_derivative, _no_second_derivative)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
-    return _forward(ring, arrays, rank)
+    return _forward(ring, arrays, rank)[0]
 
 
 def _ring_forward(ring: _Ring, arrays, rank):
-    o, lse = _operation.to_save(*_forward(ring, arrays, rank))
-    return (o, lse), (arrays, rank, o, lse)
+    results, pair = _forward(ring, arrays, rank)
+    results = _operation.to_save(*results)
+    # Under the name of the output, with which they are saved.
+    pair = [checkpoint_name(x.value, OUTPUT_NAME) for x in pair]
+    return results, (arrays, rank, pair, *results)
 
 
 def _ring_backward(ring: _Ring, saved, cotangents):
