@@ -210,8 +210,9 @@ def bytes_moved(case: Case, method: str | None, which: str) -> int:
     others = (parts - 1) * rows
     if method == "ring":
         forward = others * pair * size
-        # Keys and values once more, then their gradients, which go one step further.
-        backward = forward + parts * rows * pair * max(size, 4)
+        # Of two devices each has the keys and values that it needs.
+        again = forward if parts > 2 else 0
+        backward = again + others * pair * max(size, 4)
         return others * ids + forward + backward * both
     if method == "halo":
         # As many rows as the window reaches back, in whole groups.

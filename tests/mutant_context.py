@@ -66,8 +66,8 @@ MUTANTS = [
         "jax_flash2/_ring.py",
         (
             "the keys of another device",
-            "lax.rem(self.rank - number + parts, parts)",
-            "lax.rem(self.rank + number + parts, parts)",
+            "lax.rem(self.rank + steps + parts, parts)",
+            "lax.rem(self.rank - steps + parts, parts)",
             one("causal", "ring", "3"),
         ),
         (
@@ -78,9 +78,15 @@ MUTANTS = [
         ),
         (
             "gradients that do not come home",
-            "rounds.unpacked(shift(grads + more))",
-            "rounds.unpacked(grads + more)",
+            "    grads = shift(grads)\n",
+            "",
             one("causal", "ring"),
+        ),
+        (
+            "a backward that begins with the device's own keys",
+            "rounds.source(-1 - number)",
+            "rounds.source(-number)",
+            one("causal", "ring", "3"),
         ),
         (
             "a sink for each round",
@@ -90,8 +96,14 @@ MUTANTS = [
         ),
         (
             "results without names for remat",
-            "_operation.to_save(*_forward(ring, arrays, rank))",
-            "_forward(ring, arrays, rank)",
+            "    results = _operation.to_save(*results)\n",
+            "",
+            f"{CALLS} -k no_ring_again",
+        ),
+        (
+            "last keys without a name for remat",
+            "[checkpoint_name(x.value, OUTPUT_NAME) for x in pair]",
+            "[x.value for x in pair]",
             f"{CALLS} -k no_ring_again",
         ),
     ),
