@@ -230,6 +230,7 @@ class Layout(abc.ABC):
         names = [heads] if heads in size else []
         names += reversed(batch_axes(operands))
         names = [name for name in names if name not in looped]
+        names = self.in_order(names, operands)
         self.heads = heads
         self.looped = {name: size[name] for name in looped}
         self.parts = self._divided([size[name] for name in names], splits)
@@ -256,6 +257,11 @@ class Layout(abc.ABC):
         parallel, heads = _OWN.get(kernel, (own, "n"))
         options = {"blocks": launch.blocks, "splits": launch.splits, **more}
         return cls(operands, parallel=parallel, heads=heads, looped=looped, **options)
+
+    def in_order(self, names: list[str], operands) -> list[str]:
+        """Axes of heads and batch, the one whose programs run side by side first."""
+        del operands
+        return names
 
     def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""

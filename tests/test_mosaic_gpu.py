@@ -216,7 +216,7 @@ def _kept(name: str, rows: int, keys: int) -> np.ndarray:
 @pytest.mark.parametrize("level", [0, -30, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_masks_of_pairs(name, level, dtype, multiprocessors, record_property):
-    """Whatever a row has kept of the first block, and however far the others are."""
+    """After the first block the maximum stays, whatever a row has kept of that."""
     multiprocessors(3)
     case = dataclasses.replace(by_name("plain"), t=400, s=1024, h=64, d=64)
     (q, k, v), _ = case.inputs(dtype)

@@ -126,9 +126,10 @@ def test_heads_together(heads, blocks, programs, most):
     )
 
 
+@pytest.mark.parametrize("pairs", [(), ("n", "t", "s"), ("b0", "t", "s")], ids="".join)
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 32])
-def test_tiles_of_a_layout(by_block, group, monkeypatch):
+def test_tiles_of_a_layout(by_block, group, pairs, monkeypatch):
     """Every block of every head once, in parts if the work is divided, side by side."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 40)
     monkeypatch.setattr(memory, "_CACHED", 1 << 18)
@@ -139,7 +140,7 @@ def test_tiles_of_a_layout(by_block, group, monkeypatch):
         return Named(jax.ShapeDtypeStruct(shape, jnp.bfloat16), axes)
 
     q, k = rows("b0", "t", "n", "h"), rows("b0", "s", "k", "h")
-    operands = [q, k, rows("b0", "s", "k", "d")]
+    operands = [q, k, rows("b0", "s", "k", "d"), *([rows(*pairs)] if pairs else [])]
     blocks = Blocks(64, 128, num_warps=8, num_stages=2)
     launch = Launch(blocks, None, PLAIN, False)
     for kernel, own, head in (("forward", "t", "n"), ("dkv", "s", "k")):
@@ -155,6 +156,8 @@ def test_tiles_of_a_layout(by_block, group, monkeypatch):
         )
         if "k" in ids and head == "n":
             np.testing.assert_array_equal(ids["k"], ids["n"] // group)
+        # Programs that read the same pairs run together.
+        assert layout.names[-2:] == (("b0", head) if "n" in pairs else (head, "b0"))
         steps = np.diff(ids[own])
         if by_block and kernel == "forward":  # neighbours take about equally long
             assert np.abs(steps).max() <= 1

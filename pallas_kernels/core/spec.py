@@ -335,6 +335,12 @@ class AttentionSpec:
         bias = self.score.bias
         return bias is not None and {"t", "s"} <= set(bias.axes)
 
+    @property
+    def has_mask_of_pairs(self) -> bool:
+        """Whether a mask may drop some pairs of every block (`Named` fields)."""
+        dense = (atom for atom in self.masks if isinstance(atom, DenseMask))
+        return any({"t", "s"} <= set(atom.mask.axes) for atom in dense)
+
     def without_padding(self, x: Named) -> Named:
         """Rows of queries or of keys, with 0 in those beyond a length (`Named` fields).
 

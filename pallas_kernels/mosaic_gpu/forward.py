@@ -7,9 +7,11 @@ A program has warpgroups that compute, of 64 query rows each, and one that only 
 it brings keys and values by TMA into a ring of tiles in shared memory, in the order of
 `Range.at`, and runs on into the next round while the last one is computed and stored.
 First come the blocks in which pairs may be masked, or one, with `flash2.update`, then
-all the others with the maximum as it is (`flash2.accumulate`). Where a row was not in
-its range, its warpgroup has lost the round and stores nothing: after the last round,
-the program goes through the lost ones once more, with maxima alone.
+all the others with the maximum as it is (`flash2.accumulate`). A mask with an element
+for each pair may mask some pairs of any block: then only the first block has that.
+Where a row was not in its range, its warpgroup has lost the round and stores nothing:
+after the last round, the program goes through the lost ones once more, with maxima
+alone.
 
 A step issues the products of the next keys, then those of the last probabilities with
 their values, and computes the next probabilities while the second run (Shah 2024,
@@ -23,6 +25,7 @@ soon as the last product has read these. Else o is written over q.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -79,6 +82,8 @@ def forward(
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
     turns = support.Turns(computing, warpgroups=computing + 1)
+    # Where all blocks may have masked pairs, they would all have a running maximum.
+    few_steps = spec.has_mask_of_pairs
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -166,11 +171,12 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(first, count, edges, pairs, q_read, acc):
+            def walk(first, count, edges, steps, pairs, q_read, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
                 Args:
                   edges: how many of the `count` blocks may have masked pairs.
+                  steps: how many of these have a running maximum.
                   pairs: of whether they may, and the tile's number.
                   q_read: called when no more products read q.
                 """
@@ -202,10 +208,12 @@ def forward(
                     total = flash2.add_row_sums(total * alpha, p)
                     return m, total, left(p)
 
-                def full(shift, i, state):
+                def other(masked, shift, i, state):
                     total, p = state
-                    found, left = scores(False, i, lambda: add(i - 1, p))
-                    p = flash2.probabilities(found, along(shift, keys), arithmetic)
+                    found, left = scores(masked, i, lambda: add(i - 1, p))
+                    exp2 = {"exp2": support.exp2_of_masked} if masked else {}
+                    fast = dataclasses.replace(arithmetic, **exp2)
+                    p = flash2.probabilities(found, along(shift, keys), fast)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
                     return total, left(p)
@@ -213,9 +221,13 @@ def forward(
                 found, left = scores(True, first)
                 m, _, p = flash2.update(nothing.m, found, arithmetic)
                 state = m, jnp.sum(p, axis=-1), left(p)
-                m, *state = lax.fori_loop(first + 1, first + edges, edge, state)
-                full = functools.partial(full, flash2.finite(m))
-                total, p = lax.fori_loop(first + edges, last + 1, full, tuple(state))
+                m, *state = lax.fori_loop(first + 1, first + steps, edge, state)
+                state, shift = tuple(state), flash2.finite(m)
+                if few_steps:
+                    masked = functools.partial(other, True, shift)
+                    state = lax.fori_loop(first + steps, first + edges, masked, state)
+                full = functools.partial(other, False, shift)
+                total, p = lax.fori_loop(first + edges, last + 1, full, state)
                 q_read()
                 add(last, p)
                 added(last)
@@ -227,6 +239,7 @@ def forward(
                 tile = spec, where, start = tile_of(r)
                 needed, count = keys_of(tile, again)
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
+                steps = jnp.int32(1) if few_steps and not again else edges
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
@@ -239,13 +252,15 @@ def forward(
                 pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if o_apart else lambda: None
-                through = functools.partial(walk, first, count, edges, pairs, q_read)
+                through = functools.partial(
+                    walk, first, count, edges, steps, pairs, q_read
+                )
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
                 if again:
                     good = has(lost, r)
                 else:
                     out = jnp.where(flash2.in_range(state, v.dtype), 0, 1)
-                    good = (support.anywhere(me, out) == 0) | (edges == count)
+                    good = (support.anywhere(me, out) == 0) | (steps == count)
                     lost = lost | (1 - good.astype(jnp.int32)) << r
 
                 @pl.when(good)

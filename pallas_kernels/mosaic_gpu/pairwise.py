@@ -92,15 +92,11 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
             return [arith.shrui(x, column) for x in found]
 
         of_rows = [row_of_words(i) for i in range(2)]
-        pair, none = ir.VectorType.get((2,), kind(1)), _i32(0)
+        pair = ir.VectorType.get((2,), kind(1))
 
         def register(i, j):
             own = of_rows[i][8 * j // WORD]
-            bits = (_i32(1 << (8 * j + e) % WORD) for e in (0, 1))
-            found = [
-                arith.cmpi(arith.CmpIPredicate.ne, arith.andi(own, bit), none)
-                for bit in bits
-            ]
+            found = [_bit(own, (8 * j + e) % WORD) for e in (0, 1)]
             return vector.from_elements(pair, found)
 
         return register
@@ -141,6 +137,12 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         )
 
     return make(ref, *(support.numbers_along(axis, shape[axis]) for axis in (0, 1)))
+
+
+def _bit(word: ir.Value, place: int) -> ir.Value:
+    """In one instruction; the compiler would shift the bit to the end before."""
+    text = f"{{.reg .b32 x; and.b32 x, $1, {1 << place:#x}; setp.ne.u32 $0, x, 0;}}"
+    return llvm.inline_asm(ir.IntegerType.get_signless(1), [word], text, "=b,r")
 
 
 def _i32(number: int) -> ir.Value:

@@ -14,6 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_kernels.core.arithmetic import Arithmetic
 
@@ -107,6 +108,33 @@ def numbers_along(axis: int, size: int) -> jax.Array:
 
 
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+
+
+def exp2_of_masked(x: jax.Array, scale: float, shift: jax.Array) -> jax.Array:
+    """`Arithmetic.exp2`, for blocks that a mask has been applied to.
+
+    Multiplies and subtracts at once. The compiler would move the mask between the two,
+    and so not.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    )
+    def exponent(_, x, shift):
+        kind = x.registers.flat[0].type
+        number = ir.FloatAttr.get(ir.F32Type.get(), scale)
+        factor = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, number))
+        registers = np.empty_like(x.registers)
+        pairs = zip(x.registers.flat, shift.registers.flat, strict=True)
+        for i, (a, b) in enumerate(pairs):
+            registers.flat[i] = mlir_math.fma(a, factor, arith.negf(b))
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return jnp.exp2(exponent(x, shift))
 
 
 def unknown(number: jax.Array) -> jax.Array:
