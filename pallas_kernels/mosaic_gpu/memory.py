@@ -29,7 +29,7 @@ _HEADS = ("h", "d")
 # H200's. Reckoned, and timed as it is (benchmarks/lab/068-several-tiles-a-program.md).
 _CACHED = 20 << 20
 # Programs that wait for each other's sums, for each multiprocessor, of as many heads as
-# lie side by side. Reckoned (benchmarks/lab/071-heads-side-by-side-backward.md).
+# lie side by side. Measured (benchmarks/lab/071-heads-side-by-side-backward.md).
 _IN_TURN = 1.5
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
