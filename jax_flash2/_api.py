@@ -161,8 +161,8 @@ def attention(
       dropout_rate: the probability in [0, 1) of dropping each attention weight. Kept
         weights are multiplied by 1 / (1 - rate). Rounded to a multiple of 2**-16.
       dropout_rng: a JAX random key, typed or raw uint32. Required if dropout_rate > 0.
-        The dropped pairs depend only on the key, batch entry, head, query row and key
-        row. They do not depend on the implementation, the block sizes or vmap.
+        The dropped pairs depend only on it, batch entry, head, query row and key row.
+        They do not depend on the implementation, the block sizes or vmap.
       broadcast_dropout: if True, every batch entry and head drops the same pairs (as
         in Flax).
       precision: the precision of products of float32 inputs: "default" or "high" (TF32
@@ -172,16 +172,16 @@ def attention(
         `jax.default_matmul_precision`.
       implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients that these lack
         are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
-        loops, any platform), "reference" (quadratic memory, for tests), or None for the
-        first of these but the last that supports the call, unless it is known to be
-        slower than the next, and that one supports it. A named implementation runs or
+        loops, any platform), "reference" (quadratic memory, for tests), or None. None
+        takes the first of the first three that supports the call; but the next one, if
+        that supports it too and is known to be faster. A named implementation runs or
         raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
-      context: inside `jax.shard_map`, over which devices the rows are divided, and how;
-        see `Context`. query, key, value, segment ids and the results then have this
-        device's rows. So have T of a bias or mask with rows of queries, and S of one
-        without; with both, S is the keys of all devices, in their order (not striped).
-        Lengths and positions are those of all rows.
+      context: inside `jax.shard_map` or `jax.pmap`, over which devices the rows are
+        divided, and how; see `Context`. query, key, value, segment ids and the results
+        then have this device's rows. So has a bias or mask; but where it has an axis T,
+        its S is the keys of all devices, in their order (not striped). Lengths and
+        positions are those of all rows.
       return_residual: if True, also return the log-sum-exp of the scores.
 
     Returns:

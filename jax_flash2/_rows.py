@@ -45,10 +45,12 @@ class Context:
 
         - "ring": they travel from device to device, while each attends to those it has.
           It has first derivatives only, in reverse mode.
-        - "halo": with a window, each device gets the rows just outside its own.
+        - "halo": with a window, each device gets the rows just outside its own. With
+          stripes the window must be causal and at most a stripe long.
         - "gather": every device gets all of them. Serves biases and masks of pairs.
         - "heads": heads are divided instead, for the length of the call. The number of
-          key/value heads must be a multiple of the number of devices.
+          key/value heads must be a multiple of the number of devices. Serves biases and
+          masks of pairs, too.
 
         With a tuple of axes and no method, heads are divided over the last axis if they
         can be, and a ring runs over the others: fast links belong last.

@@ -134,8 +134,8 @@ class Layout(layout.Layout):
     def in_order(self, names: list[str], operands) -> list[str]:
         """Those first that arrays of pairs lack: they are read from memory once.
 
-        A bias of 16 heads and 4096 x 4096 pairs has 537 MB: for each batch entry it
-        came again, which took most of what the bias cost.
+        A bias of 16 heads and 4096 x 4096 pairs has 537 MB, and came again for each
+        batch entry.
         """
         arrays = [x for x in operands if {"t", "s"} <= set(x.axes)]
         axes = [zip(x.axes, x.shape, strict=True) for x in arrays]
