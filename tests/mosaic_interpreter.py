@@ -1,0 +1,272 @@
+"""The Mosaic GPU kernels on a CPU, in JAX's interpreter for GPUs (from JAX 0.11 on).
+
+It runs warpgroups and warps as threads, with barriers, copies by TMA and products, and
+programs one after the other. What it lacks is put in its place here:
+
+- what kernels say to the GPU in PTX: plain JAX;
+- semaphores: nothing, as programs of lower numbers have ended;
+- products of registers, stores to sums of products, and additions by TMA.
+
+It does not see that products run on beside other instructions, nor registers and their
+layouts. So it shows that barriers and arithmetic are right, and not that a GPU agrees.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels.mosaic_gpu as backend
+from jax_flash2 import _api, _operation
+from jax_flash2._operation import Problem
+from pallas_kernels import device
+from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.mosaic_gpu import dropout, pairwise, support
+
+# Few, so that programs go through several tiles.
+PROGRAMS = 3
+IS_SUPPORTED = jax.__version_info__ >= (0, 11)
+
+
+def _jax(name: str) -> Any:
+    return importlib.import_module(f"jax._src.pallas.mosaic_gpu.{name}")
+
+
+# In place of PTX.
+
+
+def _named_barrier(instruction: str, number, warpgroups: int) -> None:
+    operation, num_threads = instruction, support.WARPGROUP * warpgroups
+
+    # The interpreter knows it by its name and those of what it needs.
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def bar_op(_, number):
+        del number
+        return operation, num_threads
+
+    bar_op(number)
+
+
+def _load(ref, shape, *, transposed: bool):
+    del shape
+    x = plgpu.load(ref)
+    return x.T if transposed else x
+
+
+def _load_words(ref, shape, *, transposed: bool):
+    words = _load(ref, shape, transposed=transposed)
+    places = jnp.arange(pairwise.WORD, dtype=jnp.uint32)
+    return ((words[:, :, None] >> places) & 1).reshape(shape) != 0
+
+
+class _Semaphores:
+    """Of any shape."""
+
+    at = property(lambda self: self)
+
+    def __getitem__(self, index):
+        return self
+
+
+# What the interpreter does not know.
+
+
+def _product(callbacks, original, *, a_allocation_key_as_array, a_transforms, **rest):
+    """`wgmma`, whose left operand may be in registers: then it is no key."""
+    left = np.asarray(a_allocation_key_as_array)
+    if left.ndim == 1:
+        return original(
+            a_allocation_key_as_array=a_allocation_key_as_array,
+            a_transforms=a_transforms,
+            **rest,
+        )
+    memory = callbacks._get_shared_memory()
+    where = rest["mesh_location"], rest["thread"], rest["source_info"]
+    info = callbacks.memory.GPULoggingInfo(*where)
+
+    def place(name: str):
+        key = callbacks.HostAllocationKey.from_array(
+            rest[f"{name}_allocation_key_as_array"]
+        )
+        kept = callbacks._remove_noop_transforms(rest[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, kept))
+
+    def content(name: str):
+        return memory.get_buffer_content(
+            *place(name), rest["thread"], logging_info=info
+        )[0]
+
+    right, total = content("b"), content("acc")
+    total = total + np.matmul(left, right, dtype=total.dtype)
+    memory.store_buffer_content(
+        *place("acc"), total, rest["thread"], logging_info=info
+    )
+    return rest["token"]
+
+
+def _adding(callbacks):
+    """The task of a copy to global memory, which adds."""
+
+    class Addition(callbacks.AsyncCopySmemToGmemTask):
+        def __call__(self, tma_thread_id: int):
+            memory = callbacks._get_shared_memory()
+            about = {"logging_info": self.logging_info}
+            self.pre_read(tma_thread_id, memory)
+            source = self.src_allocation_key, self.src_access
+            more, _, _ = memory.get_buffer_content(*source, self.thread, **about)
+            self.post_read(tma_thread_id, memory)
+            key = self.dst_allocation_key
+            shape = tuple(memory.buffer_shape_and_dtype(key).shape)
+            part = callbacks._clip_store_to_shape(self.dst_access, more, shape)
+            if part is not None:
+                where, more = part
+                there, _, _ = memory.get_buffer_content(
+                    key, where, self.thread, **about
+                )
+                memory.store_buffer_content(
+                    key, where, there + more, self.thread, **about
+                )
+            self.post_write(tma_thread_id, memory)
+
+    return Addition
+
+
+def _copy(callbacks, original, *, reduction_op, **rest):
+    if reduction_op is None:
+        return original(reduction_op=None, **rest)
+    assert reduction_op == "add"
+    memory, about = callbacks._get_shared_memory(), {}
+    for name in ("src", "dst"):
+        key = callbacks.HostAllocationKey.from_array(
+            rest[f"{name}_allocation_key_as_array"]
+        )
+        kept = callbacks._remove_noop_transforms(rest[f"{name}_transforms"])
+        about[f"{name}_allocation_key"] = key
+        about[f"{name}_access"] = memory.access(key, jax.tree.map(int, kept))
+    for name in ("mesh_location", "thread", "source_info"):
+        about[name] = rest[name]
+    if memory.detect_races:
+        about["clock"] = memory.incr_clock(rest["thread"])
+    memory.execute_async_task(_adding(callbacks)(**about))
+    return rest["token"]
+
+
+def _with_stores_to_sums(interpreter, callbacks):
+    """The interpreter's method with one more primitive among its cases."""
+    text = textwrap.dedent(inspect.getsource(interpreter.JaxprInterpreter.interpret))
+    line = next(x for x in text.splitlines() if "case gpu_primitives.commit_grou" in x)
+    margin = line[: len(line) - len(line.lstrip())]
+    more = (
+        f"{margin}case gpu_primitives.wgmma_accumulator_store_p:\n"
+        f"{margin}  token, out = _store_to_sum(self, eqn, token, deferred_invals())\n"
+    )
+
+    def store_to_sum(self, eqn, token, operands):
+        key, value = operands
+        token, _ = callbacks.call_swap(
+            token=token,
+            result_shape_and_dtype=eqn.invars[1].aval,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=key,
+            transforms=(),
+            val=value,
+            mask=None,
+            source_info=eqn.source_info,
+        )
+        return token, value
+
+    names = {**interpreter.__dict__, "_store_to_sum": store_to_sum}
+    exec(text.replace(line, more + line), names)
+    return names["interpret"]
+
+
+def install(monkeypatch, *, races: bool = False) -> None:
+    """Until the end of a test, Mosaic GPU kernels are interpreted.
+
+    Args:
+      monkeypatch: pytest's.
+      races: whether accesses to memory that no barrier orders are looked for.
+    """
+    put = monkeypatch.setattr
+    callbacks, interpreter = map(
+        _jax, ("interpret.gpu_callbacks", "interpret.jaxpr_interpret")
+    )
+    parameters = _jax("interpret.params").InterpretGPUParams(
+        inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=races
+    )
+    put(device, "capability", lambda: 90)
+    put(device, "multiprocessors", lambda: PROGRAMS)
+    put(device, "shared_memory_limit", lambda: 227 << 10)
+    put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
+    put(support, "unknown", lambda number: number)
+    put(support, "anywhere", lambda me, flags: jnp.sum(flags))
+    put(support, "exp2_of_masked", support.ARITHMETIC.exp2)
+    put(support, "named_barrier", _named_barrier)
+    put(dropout, "ARITHMETIC", support.ARITHMETIC)
+    put(pairwise, "load", _load)
+    put(pairwise, "load_words", _load_words)
+    put(pl, "get_global", lambda kind: _Semaphores())
+    put(plgpu, "semaphore_wait", lambda *_, **__: None)
+    put(plgpu, "semaphore_signal", lambda *_, **__: None)
+    put(plgpu, "kernel", functools.partial(plgpu.kernel, interpret=parameters))
+    for name, instead in (("wgmma", _product), ("copy_smem_to_gmem", _copy)):
+        original = getattr(callbacks, name)
+        put(callbacks, name, functools.partial(instead, callbacks, original))
+    method = _with_stores_to_sums(interpreter, callbacks)
+    put(interpreter.JaxprInterpreter, "interpret", method)
+    callbacks.reset_gpu_interpret_mode_state()
+
+
+def found_races() -> bool:
+    return _jax("interpret.gpu_callbacks").get_races().races_found
+
+
+def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
+    """As `tolerances.evaluate`, of what the backend's own kernels make.
+
+    These are out and lse and, where its backward kernel serves the call, the gradients
+    of query, key, value and sinks.
+    """
+    defaults = dict(_api.attention.__kwdefaults__ or {})
+    q, k, v = arrays
+    options = {"bias": None, "mask": None, **defaults, **arguments}
+    call = _api._checked(query=q, key=k, value=v, **options)
+    assert backend.unsupported(call) is None
+    problem = Problem.of(call, "mosaic_gpu")
+    has_gradients = backend.other_backward(call.of_gradients()) is None
+
+    @jax.jit
+    def run(arrays, cotangents):
+        with support.lowering_context():
+            operands = list(map(Named, arrays, problem.axes))
+            rows = (*batch_axes(operands), "t", "n")
+            structs = _operation.forward_outputs(problem, operands)
+            found = _operation._forward_rule(problem, operands)
+            o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
+            results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
+            if not has_gradients:
+                return results
+            do, dlse = cotangents
+            saved = (
+                *(o, lse, Named(Named(do, (*rows, "d")).to(o.axes), o.axes)),
+                Named(Named(dlse, rows).to(lse.axes), lse.axes),
+            )
+            q, k, v, spec = problem.named(arrays)
+            outputs = list(_operation.backward_outputs(problem, [*operands, *saved]))
+            del outputs[3 : 3 + len(spec.score.operands)]
+            options = {"config": problem.config, "precision": problem.precision}
+            found = backend.backward(q, k, v, spec, saved, outputs, **options)
+            return results | dict(zip(("query", "key", "value", "sinks"), found))
+
+    results = run(tuple(x.value for x in call.operands), cotangents)
+    return {name: np.asarray(x, np.float64) for name, x in results.items()}

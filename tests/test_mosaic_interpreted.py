@@ -1,0 +1,80 @@
+"""The Mosaic GPU kernels keep the error rule in JAX's interpreter, without a GPU."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import Config
+from tests import mosaic_interpreter, tolerances
+from tests.cases import ON_GPU, by_name
+from tests.mosaic import BLOCKS, EVERYTHING, SERVED, with_heads
+from tests.tiers import deep, deeply
+
+pytestmark = [
+    pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernels"),
+    pytest.mark.skipif(
+        not mosaic_interpreter.IS_SUPPORTED, reason="JAX has no interpreter for them"
+    ),
+]
+
+
+def check(case, record_property, **more) -> dict[str, np.ndarray]:
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    actual = mosaic_interpreter.evaluate(arrays, cotangents, {**arguments, **more})
+
+    def of_those(results):
+        return {x: y for x, y in results.items() if x.split(" ")[0] in actual}
+
+    exact = of_those(tolerances.exact(arrays, cotangents, arguments))
+    plain = of_those(tolerances.plain(arrays, cotangents, arguments))
+    unit = tolerances.unit_roundoff(jnp.bfloat16)
+    found = tolerances.check(actual, exact, plain, unit)
+    record_property("share of the allowed error", float(max(found.values())))
+    return actual
+
+
+FIRST = ("window_offset", "segments_causal_gqa", "dropout_bias")
+# Each takes ten seconds of a core; GPUs run them all.
+DEEP = [
+    *(x.name for x in SERVED if x.name not in FIRST and "pairwise" in x.name),
+    *(x.name for x in SERVED[::6] if x.name not in FIRST and "pairwise" not in x.name),
+    EVERYTHING.name,
+]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *deeply(*dict.fromkeys(DEEP))])
+def test_error_rule(name, monkeypatch, record_property):
+    mosaic_interpreter.install(monkeypatch)
+    case = EVERYTHING if name == EVERYTHING.name else by_name(name)
+    check(with_heads(case.full(), 64), record_property)
+
+
+@deep
+@pytest.mark.parametrize("heads", [(128, 128), (192, 128)], ids=["128", "192_128"])
+def test_wider_heads(heads, monkeypatch, record_property):
+    mosaic_interpreter.install(monkeypatch)
+    h, d = heads
+    case = dataclasses.replace(by_name("lengths_causal").full(), h=h, d=d)
+    assert "query" in check(case, record_property)
+
+
+@deep
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_blocks(blocks, monkeypatch, record_property):
+    mosaic_interpreter.install(monkeypatch)
+    case = with_heads(by_name("window_offset").full(), 64)
+    check(case, record_property, config=Config(forward=blocks))
+
+
+@pytest.mark.parametrize("head", [64, *deeply(128)])
+def test_barriers_order_all_accesses(head, monkeypatch):
+    mosaic_interpreter.install(monkeypatch, races=True)
+    case = with_heads(by_name("causal").full(), head)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    found = mosaic_interpreter.evaluate(arrays, cotangents, arguments)
+    assert "query" in found
+    assert not mosaic_interpreter.found_races()
