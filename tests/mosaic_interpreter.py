@@ -34,6 +34,7 @@ from pallas_kernels.mosaic_gpu import dropout, pairwise, support
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
+GRADIENTS = ("query", "key", "value", "sinks")
 IS_SUPPORTED = jax.__version_info__ >= (0, 11)
 
 
@@ -53,7 +54,7 @@ def _named_barrier(instruction: str, number, warpgroups: int) -> None:
         del number
         return operation, num_threads
 
-    bar_op(number)
+    bar_op(number)  # pyright: ignore[reportCallIssue]
 
 
 def _load(ref, shape, *, transposed: bool):
@@ -107,9 +108,7 @@ def _product(callbacks, original, *, a_allocation_key_as_array, a_transforms, **
 
     right, total = content("b"), content("acc")
     total = total + np.matmul(left, right, dtype=total.dtype)
-    memory.store_buffer_content(
-        *place("acc"), total, rest["thread"], logging_info=info
-    )
+    memory.store_buffer_content(*place("acc"), total, rest["thread"], logging_info=info)
     return rest["token"]
 
 
@@ -154,8 +153,6 @@ def _copy(callbacks, original, *, reduction_op, **rest):
         about[f"{name}_access"] = memory.access(key, jax.tree.map(int, kept))
     for name in ("mesh_location", "thread", "source_info"):
         about[name] = rest[name]
-    if memory.detect_races:
-        about["clock"] = memory.incr_clock(rest["thread"])
     memory.execute_async_task(_adding(callbacks)(**about))
     return rest["token"]
 
@@ -190,19 +187,14 @@ def _with_stores_to_sums(interpreter, callbacks):
     return names["interpret"]
 
 
-def install(monkeypatch, *, races: bool = False) -> None:
-    """Until the end of a test, Mosaic GPU kernels are interpreted.
-
-    Args:
-      monkeypatch: pytest's.
-      races: whether accesses to memory that no barrier orders are looked for.
-    """
+def install(monkeypatch) -> None:
+    """Until the end of a test, Mosaic GPU kernels are interpreted."""
     put = monkeypatch.setattr
     callbacks, interpreter = map(
         _jax, ("interpret.gpu_callbacks", "interpret.jaxpr_interpret")
     )
     parameters = _jax("interpret.params").InterpretGPUParams(
-        inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=races
+        inline_mgpu="_hack_model_inline_mgpu_tokamax"
     )
     put(device, "capability", lambda: 90)
     put(device, "multiprocessors", lambda: PROGRAMS)
@@ -225,10 +217,6 @@ def install(monkeypatch, *, races: bool = False) -> None:
     method = _with_stores_to_sums(interpreter, callbacks)
     put(interpreter.JaxprInterpreter, "interpret", method)
     callbacks.reset_gpu_interpret_mode_state()
-
-
-def found_races() -> bool:
-    return _jax("interpret.gpu_callbacks").get_races().races_found
 
 
 def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
@@ -266,7 +254,7 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             del outputs[3 : 3 + len(spec.score.operands)]
             options = {"config": problem.config, "precision": problem.precision}
             found = backend.backward(q, k, v, spec, saved, outputs, **options)
-            return results | dict(zip(("query", "key", "value", "sinks"), found))
+            return results | dict(zip(GRADIENTS, found, strict=False))
 
     results = run(tuple(x.value for x in call.operands), cotangents)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}
