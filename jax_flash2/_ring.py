@@ -177,7 +177,9 @@ class _Rounds:
         return lax.fori_loop(np.int32(1), np.int32(last), turn, carry)
 
 
-def _forward(ring: _Ring, arrays, rank) -> tuple[tuple[jax.Array, jax.Array], list[Named]]:
+def _forward(
+    ring: _Ring, arrays, rank
+) -> tuple[tuple[jax.Array, jax.Array], list[Named]]:
     """Output and lse; keys and values of the last round."""
     rounds = ring.rounds(arrays, rank)
     last = jnp.int32(ring.layout.parts - 1)
