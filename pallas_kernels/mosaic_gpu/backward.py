@@ -157,12 +157,6 @@ def backward(
             def vector(name, tile):
                 return support.load_vector(ring.tile(name, tile), 1, shared=True)
 
-            def dq_slot(tile):
-                return lax.rem(tile + dq_tiles, jnp.int32(dq_tiles))
-
-            def all_computing():
-                support.named_barrier("sync", jnp.int32(together), computing)
-
             def multiply(qk_sum, tile, k_own):
                 plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
 
@@ -174,167 +168,108 @@ def backward(
                 ring.wait("q", tile)
                 return pl.run_scoped(issue, block_sum)
 
-            def pairs_of(tile, qk):
-                """Of a tile, what makes p of its scores, and its change of rows."""
+            def visit(dk_sum, dv_sum, tile, qk):
+                """Takes the products of keys and queries of a tile, makes the next."""
+                qk = qk if ahead else first_products(tile)
+                k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
                 here = {**there, "s": own["s"]}
-                pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
-                lse = pairs.along(vector("lse", tile), "t")
-                return pairs, pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
+                q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
+                dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
 
-            def change(pairs, tile):
-                return pairs.along(vector("delta", tile), "t")
+                def recomputed():
+                    pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
+                    lse = pairs.along(vector("lse", tile), "t")
+                    return pairs, pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
 
-            def issue_dp(dp_sum, tile):
-                v_own, do_tile = tiles_of_keys(tile)[2], ring.tile("do", tile)
-                plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+                def issue_dp(dp_sum):
+                    plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
 
-            def issue_dv(dv_sum, p, tile):
-                plgpu.wgmma(dv_sum, p.astype(do.dtype), ring.tile("do", tile))
+                def issue_dv(p):
+                    plgpu.wgmma(dv_sum, p.astype(do.dtype), do_tile)
 
-            def issue_dk(dk_sum, dz_tile, tile):
-                plgpu.wgmma(dk_sum, dz_tile.at[mine], ring.tile("q", tile))
+                def at_once(dp_sum):
+                    """p, and dz. The product for dp runs beside the exponents."""
+                    ring.wait("do", tile)
+                    issue_dp(dp_sum)
+                    pairs, again = recomputed()
+                    dropped = again.dropped
+                    change = pairs.along(vector("delta", tile), "t")
+                    dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+                    return dropped, again.dz(dp, change)
 
-            def issue_dq(dq_sum, dz_tile, tile):
-                left, right = parts(me, dz_tile, tiles_of_keys(tile)[0])
-                plgpu.wgmma(dq_sum, support.transposed(left), right)
-
-            def wait_for_dq(tile):
-                """Until the place of its dq is free."""
-
-                @pl.when(tile >= dq_tiles)
-                def _():
-                    plgpu.barrier_wait(refs["dq read"].at[dq_slot(tile)])
-
-            def hand_over(part, tile):
-                slot = dq_slot(tile)
-                parts.of_sum(me, refs["dq"].at[slot])[...] = part
-                plgpu.commit_smem()
-                pl.when(tile >= 0)(
-                    lambda: plgpu.barrier_arrive(refs["dq here"].at[slot])
-                )
-
-            def visit(dk_sum, dv_sum, tile, nothing):
-                """All products of a tile, in fewer registers."""
-                qk = first_products(tile)
-
-                def of_pairs(dp_sum):
-                    """dz, of a rounded p, whose product runs."""
-                    pairs, again = pairs_of(tile, qk)
+                def one_by_one(dp_sum):
+                    """dz, in fewer registers: of a rounded p, whose product runs."""
+                    pairs, again = recomputed()
                     again = again._replace(p=again.p.astype(q.dtype).astype(_F32))
                     p = again.dropped.astype(do.dtype)
                     ring.wait("do", tile)
-                    issue_dv(dv_sum, p, tile)
-                    issue_dp(dp_sum, tile)
+                    issue_dv(p)
+                    issue_dp(dp_sum)
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    return again.dz(dp, change(pairs, tile))
+                    change = pairs.along(vector("delta", tile), "t")
+                    return None, again.dz(dp, change)
 
-                dz = pl.run_scoped(of_pairs, block_sum)
-                all_computing()  # they have read the last one
-                dz_tile = refs["dz"].at[0]
+                of_pairs = at_once if ahead else one_by_one
+                p, dz = pl.run_scoped(of_pairs, block_sum)
+                if not ahead:  # all have read the last one
+                    support.named_barrier("sync", jnp.int32(together), computing)
                 dz_tile[mine] = dz.astype(q.dtype)
+                if p is not None:
+                    issue_dv(p)
                 plgpu.commit_smem()
-                issue_dk(dk_sum, dz_tile, tile)
-                all_computing()
-                wait_for_dq(tile)
+                plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
+                support.named_barrier("sync", jnp.int32(together), computing)
+                more = tile + 1 < tiles.count
+                after = minimum(tile + 1, tiles.count - 1)
+
+                if ahead:
+
+                    @pl.when(more)
+                    def _():
+                        ring.wait("q", after)
+
+                @pl.when(tile >= dq_tiles)
+                def _():
+                    plgpu.barrier_wait(refs["dq read"].at[slot])
+
                 plgpu.wgmma_wait(0)
                 ring.release("do", tile)
 
-                def of_queries(dq_sum):
-                    issue_dq(dq_sum, dz_tile, tile)
-                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=0)
-                    more = tile + 1 < tiles.count
+                def of_queries(dq_sum, *qk_sum):
+                    left, right = parts(me, dz_tile, k_block)
+                    plgpu.wgmma(dq_sum, support.transposed(left), right)
+                    for x in qk_sum:
+                        multiply(x, after, k_own)
+                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=len(qk_sum))
                     pl.when(more)(lambda: ring.release("q", tile))
-                    hand_over(part, tile)
-
-                pl.run_scoped(of_queries, plgpu.ACC(parts.shape, _F32))
-                return nothing
-
-            def visit_ahead(dk_sum, dv_sum, tile, qk):
-                """dk and dv of a tile, dq of the one before, scores of the next."""
-                before = tile - 1
-                after = minimum(tile + 1, tiles.count - 1)
-                more = tile + 1 < tiles.count
-
-                def of_pairs(dp_sum):
-                    """p, and dz. The product for dp runs beside the exponents."""
-                    ring.wait("do", tile)
-                    issue_dp(dp_sum, tile)
-                    pairs, again = pairs_of(tile, qk)
-                    dropped, rows = again.dropped, change(pairs, tile)
-                    dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    return dropped, again.dz(dp, rows)
-
-                p, dz = pl.run_scoped(of_pairs, block_sum)
-                slot, dz_tile = ring.slot(tile), refs["dz"].at[ring.slot(tile)]
-
-                @pl.when(tile >= blocks.num_stages)
-                def _():  # dz of the tile that was there
-                    plgpu.barrier_wait(refs["dz read"].at[slot])
-
-                dz_tile[mine] = dz.astype(q.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs["dz here"].at[slot])
-
-                def products(dq_sum, qk_sum):
-                    issue_dv(dv_sum, p, tile)
-                    issue_dk(dk_sum, dz_tile, tile)
-                    there = ring.slot(before + blocks.num_stages)
-                    last_dz = refs["dz"].at[there]
-
-                    @pl.when(tile > 0)
-                    def _():
-                        plgpu.barrier_wait(refs["dz here"].at[there])
-
-                    pl.when(more)(lambda: ring.wait("q", after))
-                    wait_for_dq(before)
-                    issue_dq(dq_sum, last_dz, tile)
-                    multiply(qk_sum, after, tiles_of_keys(tile)[1])
-                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=1)
-                    ring.release("do", tile)
-                    pl.when(more)(lambda: ring.release("q", tile))
-
-                    @pl.when(tile > 0)
-                    def _():
-                        plgpu.barrier_arrive(refs["dz read"].at[there])
-
-                    hand_over(part, before)
-                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
+                    parts.of_sum(me, refs["dq"].at[slot])[...] = part
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(refs["dq here"].at[slot])
+                    loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_sum]
+                    return loaded[0] if loaded else tile
 
                 dq_sum = plgpu.ACC(parts.shape, _F32)
-                return pl.run_scoped(products, dq_sum, block_sum)
-
-            def last_dq(tile):
-                slot = ring.slot(tile)
-                plgpu.barrier_wait(refs["dz here"].at[slot])
-                wait_for_dq(tile)
-
-                def of_queries(dq_sum):
-                    issue_dq(dq_sum, refs["dz"].at[slot], tile)
-                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=0)
-                    hand_over(part, tile)
-
-                pl.run_scoped(of_queries, plgpu.ACC(parts.shape, _F32))
+                return pl.run_scoped(of_queries, dq_sum, *[block_sum] * ahead)
 
             def walk(dk_sum, dv_sum):
                 first, count = jnp.int32(0), support.unknown(tiles.count)
 
                 @pl.when(tiles.count > 0)
                 def _():
-                    each = visit_ahead if ahead else visit
                     qk = first_products(first) if ahead else first
-                    step = functools.partial(each, dk_sum, dv_sum)
+                    step = functools.partial(visit, dk_sum, dv_sum)
                     lax.fori_loop(first, count, step, qk)
-                    if ahead:
-                        last_dq(tiles.count - 1)
 
                 return dk_sum[...], dv_sum[...]
 
             plgpu.barrier_wait(refs["own here"])
             sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
             dk_block, dv_block = pl.run_scoped(walk, *sums)
-            all_computing()  # they have read the keys
+            # All have read the keys.
+            support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
             wide = dk.dtype != k.dtype
             if wide:  # in float32: where dq was on its way
@@ -443,8 +378,6 @@ def _shared(
         # Both operands of a product have one swizzle.
         "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
         "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),
-        "dz here": plgpu.Barrier(num_barriers=stages, num_arrivals=computing),
-        "dz read": plgpu.Barrier(num_barriers=stages, num_arrivals=computing),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
         "dq here": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=computing),
         "dq read": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=1),
