@@ -105,48 +105,6 @@ class View(layout.View):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile(layout.View):
-    """A block of pairs that TMA has brought to shared memory."""
-
-    def read(self, index, mask, other):
-        raise NotImplementedError("it is loaded whole")
-
-    def write(self, index, value, mask):
-        raise NotImplementedError("it is only read")
-
-    def load(
-        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
-    ):
-        del order, where, padding
-        return support.load_tile(self.ref)
-
-
-def by_tiles(spec) -> list:
-    """What of a spec TMA could bring: numbers of two bytes, one for each pair.
-
-    Args:
-      spec: of `Named` arrays or of `View`s.
-    """
-    return [x for x in jax.tree.leaves(spec) if _comes_by_tiles(x)]
-
-
-def in_tile(spec, ref):
-    """The spec with its numbers of pairs in a tile in shared memory."""
-    return jax.tree.map(
-        lambda x: Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec
-    )
-
-
-def _comes_by_tiles(x) -> bool:
-    if isinstance(x, Named):
-        x = x.squeezed()
-    elif not isinstance(x, View):
-        return False
-    is_boolean = x.boolean if isinstance(x, View) else _is_boolean(x)
-    return {"t", "s"} <= set(x.axes) and not is_boolean and x.dtype.itemsize == 2
-
-
-@dataclasses.dataclass(frozen=True)
 class Filled(Named):
     """An operand, and what lies beyond its end in the last blocks; else that is 0."""
 

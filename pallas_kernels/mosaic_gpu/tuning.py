@@ -68,18 +68,6 @@ def output_apart(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool
     return differ or need <= device.shared_memory_limit()
 
 
-def pairs_fit(
-    blocks: Blocks, heads: tuple[int, int], of_output: int, arrays: list
-) -> bool:
-    """Whether there is room for a block of an array of pairs, of two bytes each.
-
-    Args:
-      arrays: how many there are is what counts: one.
-    """
-    need = shared_memory(blocks, heads, of_output) + 2 * blocks.block_q * blocks.block_kv
-    return len(arrays) == 1 and need <= device.shared_memory_limit()
-
-
 def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
     """`shared_memory` without tiles of output."""
     tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
