@@ -116,6 +116,12 @@ def _adding(callbacks):
     """The task of a copy to global memory, which adds."""
 
     class Addition(callbacks.AsyncCopySmemToGmemTask):
+        def post_read(self, tma_thread_id: int, shared_memory):
+            """Additions of several programs are ordered by semaphores."""
+            if shared_memory.detect_races:
+                self.clock.inc(tma_thread_id)
+                self.write_clock = self.clock.copy()
+
         def __call__(self, tma_thread_id: int):
             memory = callbacks._get_shared_memory()
             about = {"logging_info": self.logging_info}
@@ -153,6 +159,8 @@ def _copy(callbacks, original, *, reduction_op, **rest):
         about[f"{name}_access"] = memory.access(key, jax.tree.map(int, kept))
     for name in ("mesh_location", "thread", "source_info"):
         about[name] = rest[name]
+    if memory.detect_races:
+        about["clock"] = memory.incr_clock(rest["thread"])
     memory.execute_async_task(_adding(callbacks)(**about))
     return rest["token"]
 
@@ -187,14 +195,19 @@ def _with_stores_to_sums(interpreter, callbacks):
     return names["interpret"]
 
 
-def install(monkeypatch) -> None:
-    """Until the end of a test, Mosaic GPU kernels are interpreted."""
+def install(monkeypatch, *, races: bool = False) -> None:
+    """Until the end of a test, Mosaic GPU kernels are interpreted.
+
+    Args:
+      monkeypatch: pytest's.
+      races: whether it is an error if no barrier orders two accesses to memory.
+    """
     put = monkeypatch.setattr
     callbacks, interpreter = map(
         _jax, ("interpret.gpu_callbacks", "interpret.jaxpr_interpret")
     )
     parameters = _jax("interpret.params").InterpretGPUParams(
-        inline_mgpu="_hack_model_inline_mgpu_tokamax"
+        inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=races
     )
     put(device, "capability", lambda: 90)
     put(device, "multiprocessors", lambda: PROGRAMS)
@@ -217,6 +230,10 @@ def install(monkeypatch) -> None:
     method = _with_stores_to_sums(interpreter, callbacks)
     put(interpreter.JaxprInterpreter, "interpret", method)
     callbacks.reset_gpu_interpret_mode_state()
+
+
+def found_races() -> bool:
+    return _jax("interpret.gpu_callbacks").get_races().races_found
 
 
 def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:

@@ -67,3 +67,15 @@ def test_blocks(blocks, monkeypatch, record_property):
     mosaic_interpreter.install(monkeypatch)
     case = with_heads(by_name("window_offset").full(), 64)
     check(case, record_property, config=Config(forward=blocks))
+
+
+@deep
+@pytest.mark.parametrize("head", [64, 128])
+def test_barriers_order_all_accesses(head, monkeypatch):
+    mosaic_interpreter.install(monkeypatch, races=True)
+    case = with_heads(by_name("causal").full(), head)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    found = mosaic_interpreter.evaluate(arrays, cotangents, arguments)
+    assert "query" in found
+    assert not mosaic_interpreter.found_races()
