@@ -140,11 +140,11 @@ class _Rounds:
         """What belongs to keys and to values as one array, that travels at once."""
         return jnp.concatenate([k.value, v.value], axis=-1)
 
-    def unpacked(self, pair: jax.Array) -> list[Named]:
+    def unpacked(self, pair: jax.Array) -> tuple[Named, Named]:
         return self.named(*jnp.split(pair, [self.k.shape[-1]], axis=-1))
 
-    def named(self, k: jax.Array, v: jax.Array) -> list[Named]:
-        return [Named(k, self.k.axes), Named(v, self.v.axes)]
+    def named(self, k: jax.Array, v: jax.Array) -> tuple[Named, Named]:
+        return Named(k, self.k.axes), Named(v, self.v.axes)
 
     def shifted(self, pair: jax.Array, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Both from the device before this one, in one permutation.
@@ -179,7 +179,7 @@ class _Rounds:
 
 def _forward(
     ring: _Ring, arrays, rank
-) -> tuple[tuple[jax.Array, jax.Array], list[Named]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Named, Named]]:
     """Output and lse; keys and values of the last round."""
     rounds = ring.rounds(arrays, rank)
     last = jnp.int32(ring.layout.parts - 1)
