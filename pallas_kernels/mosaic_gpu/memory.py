@@ -28,10 +28,9 @@ _HEADS = ("h", "d")
 # Bytes of keys and values that the GPU's cache holds beside all else: a third of an
 # H200's. Reckoned, and timed as it is (benchmarks/lab/068-several-tiles-a-program.md).
 _CACHED = 20 << 20
-# Programs that wait for each other's sums, for each multiprocessor at least, of as many
-# heads as lie side by side; and bytes of queries, do and dq of these heads, if that is
-# more. Measured for heads of 128 (benchmarks/lab/071-heads-side-by-side-backward.md).
-_IN_TURN, _CACHED_SUMS = 1.5, 32 << 20
+# Programs that wait for each other's sums, for each multiprocessor, of as many heads as
+# lie side by side. Measured (benchmarks/lab/071-heads-side-by-side-backward.md).
+_IN_TURN = 1.5
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
 
@@ -150,9 +149,7 @@ class Layout(layout.Layout):
             # A program waits for the one of the block before. Where few of a head run
             # at the same time, they begin one after the other, as they should.
             parts = math.prod(self.parts.values())
-            row = 6 * self.size["h"] + 2 * self.size["d"]  # dq is float32
-            most = _CACHED_SUMS // (self.group * self.size["t"] * row)
-            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), most)
+            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), 0)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
         return heads_together(heads, blocks, programs, cached)
