@@ -11,6 +11,15 @@ DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 
 MUTANTS = [
     *of(
+        "pallas_kernels/mosaic_gpu/forward.py",
+        (
+            "rows beyond the array among those that leave their range",
+            "flash2.in_range(state, v.dtype) | beyond",
+            "flash2.in_range(state, v.dtype) | (beyond & False)",
+            "tests/test_mosaic_interpreted.py -m '' -k dropped_keys",
+        ),
+    ),
+    *of(
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "blocks at the edges of a window first",

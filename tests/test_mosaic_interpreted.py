@@ -70,6 +70,24 @@ def test_blocks(blocks, monkeypatch, record_property):
 
 
 @deep
+def test_dropped_keys_never_come_through(monkeypatch):
+    """Not where queries beyond the array meet what is not finite, either."""
+    mosaic_interpreter.install(monkeypatch)
+    case = dataclasses.replace(by_name("plain"), batch=(1,), t=130, s=150, h=64, d=64)
+    mask = np.random.default_rng(0).random(case.broadcast("ts")) < 0.7
+    dropped = np.arange(case.s) % 70 < 9
+    mask &= ~dropped
+    q, k, v = case.inputs(jnp.bfloat16)[0]
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    clean = mosaic_interpreter.evaluate((q, k, v), cotangents, {"mask": mask})
+    k, v = (jnp.where(dropped[:, None, None], np.nan, x) for x in (k, v))
+    dirty = mosaic_interpreter.evaluate((q, k, v), cotangents, {"mask": mask})
+    assert "query" in clean
+    for name, a in clean.items():
+        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
+
+
+@deep
 @pytest.mark.parametrize("head", [64, 128])
 def test_barriers_order_all_accesses(head, monkeypatch):
     mosaic_interpreter.install(monkeypatch, races=True)

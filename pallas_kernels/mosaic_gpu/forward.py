@@ -20,7 +20,8 @@ section 3.2). Warpgroups take turns at this: one computes while another multipli
 
 Shared memory: q [block_q, H], num_stages times k [block_kv, H], v [block_kv, Hv], and o
 [block_q, Hv], where that fits (`tuning.output_apart`): the next queries then come as
-soon as the last product has read these. Else o is written over q.
+soon as the last product has read these. Else o is written over q. If there is room, a
+bias of pairs comes by TMA too, [block_q, block_kv] at a time.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ def forward(
     h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
+    biases = memory.by_tiles(spec)
+    if len(biases) > 1 or not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
+        biases = []
     turns = support.Turns(computing, warpgroups=computing + 1)
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs
@@ -90,6 +94,7 @@ def forward(
         o, lse = outputs
         me, number = lax.axis_index("warpgroup"), lax.axis_index("program")
         ring = Ring(refs, blocks.num_stages)
+        own_ring = Ring(refs, computing)  # a tile of pairs for each warpgroup
         rounds = schedule.rounds(number)
 
         def tile_of(r):
@@ -126,6 +131,11 @@ def forward(
                     here = keys_at(tile[1], needed.at(i)[1])
                     ring.fill(first + i, k=k.at(here))
                     ring.fill(first + i, v=v.at(here))
+                    for view in memory.by_tiles(all_spec)[: len(biases)]:
+                        for own in range(computing):
+                            rows = {"t": Rows(tile[2] + own * ROWS, ROWS)}
+                            place = (first + i) * computing + own
+                            own_ring.fill(place, pairs=view.at({**here, **rows}))
 
                 return first + count
 
@@ -192,8 +202,9 @@ def forward(
 
                 def scores(masked, i, before=None):
                     """Of a tile, and what makes of probabilities a left operand."""
-                    # Numbers of pairs are loaded while the products are made.
-                    here = pairs(masked, i) if all_spec.has_bias_of_pairs else None
+                    # From global memory, numbers come while the products are made.
+                    early = all_spec.has_bias_of_pairs and not biases
+                    here = pairs(masked, i) if early else None
                     qk = products(i, before)
                     here = pairs(masked, i) if here is None else here
                     left = functools.partial(_left, here, v.dtype)
@@ -244,7 +255,14 @@ def forward(
 
                 def pairs(masked, i):
                     here = keys_at(own, needed.at(i - first)[1])
-                    return program.pairs(spec, here, ("t", "s"), masked, launch)
+                    if not biases:
+                        return program.pairs(spec, here, ("t", "s"), masked, launch)
+                    place = i * computing + me
+                    own_ring.wait("pairs", place)
+                    there = memory.in_tile(spec, own_ring.tile("pairs", place))
+                    found = program.pairs(there, here, ("t", "s"), masked, launch)
+                    own_ring.release("pairs", place)
+                    return found
 
                 def fetch_next():
                     pl.when(has_next(chosen, r))(lambda: fetch_q(r + 1))
@@ -259,7 +277,9 @@ def forward(
                 if again:
                     good = has(lost, r)
                 else:
-                    out = jnp.where(flash2.in_range(state, v.dtype), 0, 1)
+                    beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
+                    is_good = flash2.in_range(state, v.dtype) | beyond
+                    out = jnp.where(is_good, 0, 1)
                     good = (support.anywhere(me, out) == 0) | (steps == count)
                     lost = lost | (1 - good.astype(jnp.int32)) << r
 
@@ -304,7 +324,7 @@ def forward(
         outputs,
         block={"t": ROWS, "s": keys},
         columns="s",
-        scratch=_shared(blocks, h, d, v.dtype, of_output),
+        scratch=_shared(blocks, h, d, v.dtype, of_output, biases),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -322,7 +342,9 @@ def _wait_until_stored() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _shared(blocks, h: int, d: int, dtype, of_output) -> dict[str, Any]:
+def _shared(
+    blocks, h: int, d: int, dtype, of_output, biases: list[Named]
+) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
     refs = {
@@ -332,6 +354,9 @@ def _shared(blocks, h: int, d: int, dtype, of_output) -> dict[str, Any]:
         "q here": plgpu.Barrier(num_barriers=computing),
         "walked": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
     }
+    for bias in biases:
+        tile = support.tile((computing, ROWS, blocks.block_kv), bias.dtype)
+        refs |= Ring.shared({"pairs": tile}, computing, readers=1)
     for name, size in (("k", h), ("v", d)):
         tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}
         refs |= Ring.shared(tiles, stages, readers=computing)

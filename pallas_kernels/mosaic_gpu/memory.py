@@ -31,6 +31,8 @@ _CACHED = 20 << 20
 # Programs that wait for each other's sums, for each multiprocessor, of as many heads as
 # lie side by side. Measured (benchmarks/lab/071-heads-side-by-side-backward.md).
 _IN_TURN = 1.5
+# More of them, if their queries, do and dq have no more bytes than this.
+_CACHED_SUMS = 32 << 20
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
 
@@ -104,6 +106,48 @@ class View(layout.View):
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile(layout.View):
+    """A block of pairs that TMA has brought to shared memory."""
+
+    def read(self, index, mask, other):
+        raise NotImplementedError("it is loaded whole")
+
+    def write(self, index, value, mask):
+        raise NotImplementedError("it is only read")
+
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ):
+        del order, where, padding
+        return support.load_tile(self.ref)
+
+
+def by_tiles(spec) -> list:
+    """What of a spec TMA could bring: numbers of two bytes, one for each pair.
+
+    Args:
+      spec: of `Named` arrays or of `View`s.
+    """
+    return [x for x in jax.tree.leaves(spec) if _comes_by_tiles(x)]
+
+
+def in_tile(spec, ref):
+    """The spec with its numbers of pairs in a tile in shared memory."""
+    return jax.tree.map(
+        lambda x: Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec
+    )
+
+
+def _comes_by_tiles(x) -> bool:
+    if isinstance(x, Named):
+        x = x.squeezed()
+    elif not isinstance(x, View):
+        return False
+    is_boolean = x.boolean if isinstance(x, View) else _is_boolean(x)
+    return {"t", "s"} <= set(x.axes) and not is_boolean and x.dtype.itemsize == 2
+
+
+@dataclasses.dataclass(frozen=True)
 class Filled(Named):
     """An operand, and what lies beyond its end in the last blocks; else that is 0."""
 
@@ -149,7 +193,10 @@ class Layout(layout.Layout):
             # A program waits for the one of the block before. Where few of a head run
             # at the same time, they begin one after the other, as they should.
             parts = math.prod(self.parts.values())
-            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), 0)
+            rows = self.group * self.size["t"]
+            most = _CACHED_SUMS // (rows * (6 * self.size["h"] + 2 * self.size["d"]))
+            enough = int(_IN_TURN * programs)
+            return heads_together(heads, blocks * parts, enough, most)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
         return heads_together(heads, blocks, programs, cached)

@@ -79,6 +79,12 @@ def load_vector(ref, axis: int, *, shared: bool = False):
     return plgpu.load(ref, *index, layout=layout, optimized=shared)
 
 
+def load_tile(ref):
+    """A tile in shared memory, dealt to threads as results of products are."""
+    index = ((),) if _LOADS_BY_INDEX else ()
+    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA)
+
+
 def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     """Operands must have equal shapes."""
     return lax.broadcast_in_dim(x, shape, (len(shape) + axis,))

@@ -68,6 +68,13 @@ def output_apart(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool
     return differ or need <= device.shared_memory_limit()
 
 
+def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
+    """Whether there is room for a block of an array of pairs, of two bytes each."""
+    pairs = blocks.block_q * blocks.block_kv
+    need = shared_memory(blocks, heads, of_output) + 2 * pairs
+    return need <= device.shared_memory_limit()
+
+
 def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
     """`shared_memory` without tiles of output."""
     tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
@@ -122,8 +129,6 @@ def slower(call: Call, programs: float) -> str | None:
     keys = spec.mean_keys(call.size["s"])
     if spec.is_sparse:
         return "most blocks of keys may be skipped"
-    if spec.has_bias_of_pairs and largest <= 64:
-        return "a bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
