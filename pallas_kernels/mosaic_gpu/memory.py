@@ -31,7 +31,7 @@ _CACHED = 20 << 20
 # Programs that wait for each other's sums, for each multiprocessor, of as many heads as
 # lie side by side. Measured (benchmarks/lab/071-heads-side-by-side-backward.md).
 _IN_TURN = 1.5
-# More of them, if their queries, do and dq have no more bytes than this.
+# More of them, if their queries, do and dq have no more bytes than this: measured, too.
 _CACHED_SUMS = 32 << 20
 # What TMA copies to and from tiles comes in multiples of these.
 _TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
@@ -133,9 +133,7 @@ def by_tiles(spec) -> list:
 
 def in_tile(spec, ref):
     """The spec with its numbers of pairs in a tile in shared memory."""
-    return jax.tree.map(
-        lambda x: Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec
-    )
+    return jax.tree.map(lambda x: Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec)
 
 
 def _comes_by_tiles(x) -> bool:
