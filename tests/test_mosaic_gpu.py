@@ -113,7 +113,8 @@ def _features(rows: int) -> dict[str, dict]:
         "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
         "mask": {"mask": np.ones((2, 1, 1, rows), bool)},
         "bias of keys": {"bias": np.zeros((16, 1, rows), np.float32)},
-        "bias of pairs": {"bias": np.zeros((16, rows, rows), np.float32)},
+        "bias of pairs": {"bias": np.zeros((16, rows, rows), jnp.bfloat16)},
+        "wide bias of pairs": {"bias": np.zeros((16, rows, rows), np.float32)},
     }
 
 
@@ -122,7 +123,7 @@ def test_features_go_to_the_backend_that_measured_faster(name):
     def choice(rows: int, head: int) -> str:
         return _choice((2, rows, 16, head), **_features(rows)[name])
 
-    small = "triton" if name == "bias of pairs" else "mosaic_gpu"
+    small = "triton" if name == "wide bias of pairs" else "mosaic_gpu"
     assert choice(2048, 128) == "mosaic_gpu"
     assert choice(2048, 64) == small
     assert choice(512, 128) == "triton"

@@ -129,6 +129,9 @@ def slower(call: Call, programs: float) -> str | None:
     keys = spec.mean_keys(call.size["s"])
     if spec.is_sparse:
         return "most blocks of keys may be skipped"
+    is_wide = spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
+    if is_wide and largest <= 64:
+        return "a float32 bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
