@@ -4,8 +4,8 @@
     python -m tests.ptxas backward causal  those whose name has all of these words
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
-ptxas says of products: C7510, C7512, C7514 and C7520 that it put them in sequence,
-C7517 that it waits for one too early. Needs the wheels jax-cuda13-plugin and
+ptxas says of products: C7510, C7512, C7513, C7514 and C7520 that it put them in
+sequence, C7517 that it waits for one too early. Needs the wheels jax-cuda13-plugin and
 jax-cuda13-pjrt, a C compiler, and ptxas on the PATH. The compiler asks the driver for
 the kind of GPU: a library of a few lines answers in its place.
 """
@@ -45,7 +45,7 @@ ANSWER(cuModuleGetFunction, (void **f, void *m, const char *n), *f = (void *)1)
 ANSWER(cuFuncSetAttribute, (void *f, int a, int v), )
 ANSWER(cuGetErrorString, (int e, const char **s), *s = "none")
 """
-IN_SEQUENCE = ("C7510", "C7512", "C7514", "C7517", "C7520")
+IN_SEQUENCE = ("C7510", "C7512", "C7513", "C7514", "C7517", "C7520")
 
 
 @dataclasses.dataclass(frozen=True)
