@@ -99,21 +99,14 @@ def backward(
 
         def load():
             own = {**where, "s": Rows(start, keys)}
-
-            def fill_q(tile):
-                here = tiles.at(tile)
-                ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
-
-            # In the order in which products need them.
-            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["k here"])
-            pl.when(tiles.count > 0)(lambda: fill_q(jnp.int32(0)))
-            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["v here"])
+            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
+            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
 
             @pl.loop(0, tiles.count)
             def _(tile):
                 here = tiles.at(tile)
+                ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
                 ring.fill(tile, do=do.at(here), delta=delta.at(here))
-                pl.when(tile + 1 < tiles.count)(lambda: fill_q(tile + 1))
 
         def add(first: int):
             """Of every tile whose dq comes through place `first`."""
@@ -266,21 +259,15 @@ def backward(
             def walk(dk_sum, dv_sum):
                 first, count = jnp.int32(0), support.unknown(tiles.count)
 
-                def wait_for_v():
-                    plgpu.barrier_wait(refs["v here"])
-
-                pl.when(tiles.count == 0)(wait_for_v)
-
                 @pl.when(tiles.count > 0)
                 def _():
                     qk = first_products(first) if ahead else first
-                    wait_for_v()
                     step = functools.partial(visit, dk_sum, dv_sum)
                     lax.fori_loop(first, count, step, qk)
 
                 return dk_sum[...], dv_sum[...]
 
-            plgpu.barrier_wait(refs["k here"])
+            plgpu.barrier_wait(refs["own here"])
             sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
@@ -393,8 +380,7 @@ def _shared(
         # Both operands of a product have one swizzle.
         "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
         "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),
-        "k here": plgpu.Barrier(num_barriers=()),
-        "v here": plgpu.Barrier(num_barriers=()),
+        "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
         "dq here": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=computing),
         "dq read": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=1),
         **Ring.shared(of_q, stages, readers=computing),
