@@ -316,6 +316,12 @@ CASES = [
     Case("bias_shared", _bias("n", "t", "s"), batch=(3,), n=4),
     Case("bias_everyone", _with(_bias("t", "s"), is_causal=True), n=4, t=37, s=45),
     Case("bias_half", _bias("b", "t", "s", dtype=jnp.bfloat16), n=4),
+    Case(
+        "bias_half_heads",
+        _with(_bias("n", "t", "s", dtype=jnp.bfloat16), _lengths, is_causal=True),
+        n=4,
+        k=2,
+    ),
     Case("bias_keys", _with(_bias("b", "s"), is_causal=True), n=4, t=20, s=33),
     Case("bias_rows", _with(_bias("n", "t"), _lengths), n=4),
     Case("bias_keys_heads", _with(_bias("n", "s"), is_causal=True), n=4),

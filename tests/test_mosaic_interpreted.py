@@ -9,7 +9,7 @@ import pytest
 from jax_flash2 import Config
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
-from tests.mosaic import BLOCKS, EVERYTHING, SERVED, with_heads
+from tests.mosaic import BLOCKS, EVERYTHING, SERVED, check_dropped_keys, with_heads
 from tests.tiers import deep, deeply
 
 pytestmark = [
@@ -42,6 +42,7 @@ DEEP = [
     *(x.name for x in SERVED if x.name not in FIRST and "pairwise" in x.name),
     *(x.name for x in SERVED[::6] if x.name not in FIRST and "pairwise" not in x.name),
     EVERYTHING.name,
+    *("bias_half", "bias_half_heads"),  # these come by TMA
 ]
 
 
@@ -63,9 +64,10 @@ def test_wider_heads(heads, monkeypatch, record_property):
 
 @deep
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_blocks(blocks, monkeypatch, record_property):
+@pytest.mark.parametrize("name", ["window_offset", "bias_half_heads"])
+def test_blocks(name, blocks, monkeypatch, record_property):
     mosaic_interpreter.install(monkeypatch)
-    case = with_heads(by_name("window_offset").full(), 64)
+    case = with_heads(by_name(name).full(), 64)
     check(case, record_property, config=Config(forward=blocks))
 
 
@@ -74,17 +76,7 @@ def test_dropped_keys_never_come_through(monkeypatch):
     """Not where queries beyond the array meet what is not finite, either."""
     mosaic_interpreter.install(monkeypatch)
     case = dataclasses.replace(by_name("plain"), batch=(1,), t=130, s=150, h=64, d=64)
-    mask = np.random.default_rng(0).random(case.broadcast("ts")) < 0.7
-    dropped = np.arange(case.s) % 70 < 9
-    mask &= ~dropped
-    q, k, v = case.inputs(jnp.bfloat16)[0]
-    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
-    clean = mosaic_interpreter.evaluate((q, k, v), cotangents, {"mask": mask})
-    k, v = (jnp.where(dropped[:, None, None], np.nan, x) for x in (k, v))
-    dirty = mosaic_interpreter.evaluate((q, k, v), cotangents, {"mask": mask})
-    assert "query" in clean
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
+    check_dropped_keys(case, "ts", np.nan, mosaic_interpreter.evaluate)
 
 
 @deep

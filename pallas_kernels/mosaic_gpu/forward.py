@@ -20,8 +20,8 @@ section 3.2). Warpgroups take turns at this: one computes while another multipli
 
 Shared memory: q [block_q, H], num_stages times k [block_kv, H], v [block_kv, Hv], and o
 [block_q, Hv], where that fits (`tuning.output_apart`): the next queries then come as
-soon as the last product has read these. Else o is written over q. If there is room, a
-bias of pairs comes by TMA too, [block_q, block_kv] at a time.
+soon as the last product has read these. Else o is written over q. If there is room,
+numbers of two bytes, one for each pair, come by TMA too, [block_q, block_kv] at a time.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def forward(
     h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
-    biases = memory.by_tiles(spec)
-    if len(biases) > 1 or not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
-        biases = []
+    numbers = memory.by_tiles(spec)  # at most one array
+    if not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
+        numbers = []
     turns = support.Turns(computing, warpgroups=computing + 1)
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs
@@ -131,7 +131,7 @@ def forward(
                     here = keys_at(tile[1], needed.at(i)[1])
                     ring.fill(first + i, k=k.at(here))
                     ring.fill(first + i, v=v.at(here))
-                    for view in memory.by_tiles(all_spec)[: len(biases)]:
+                    for view in memory.by_tiles(all_spec)[: len(numbers)]:
                         for own in range(computing):
                             rows = {"t": Rows(tile[2] + own * ROWS, ROWS)}
                             place = (first + i) * computing + own
@@ -203,7 +203,7 @@ def forward(
                 def scores(masked, i, before=None):
                     """Of a tile, and what makes of probabilities a left operand."""
                     # From global memory, numbers come while the products are made.
-                    early = all_spec.has_bias_of_pairs and not biases
+                    early = all_spec.has_bias_of_pairs and not numbers
                     here = pairs(masked, i) if early else None
                     qk = products(i, before)
                     here = pairs(masked, i) if here is None else here
@@ -255,7 +255,7 @@ def forward(
 
                 def pairs(masked, i):
                     here = keys_at(own, needed.at(i - first)[1])
-                    if not biases:
+                    if not numbers:
                         return program.pairs(spec, here, ("t", "s"), masked, launch)
                     place = i * computing + me
                     own_ring.wait("pairs", place)
@@ -324,7 +324,7 @@ def forward(
         outputs,
         block={"t": ROWS, "s": keys},
         columns="s",
-        scratch=_shared(blocks, h, d, v.dtype, of_output, biases),
+        scratch=_shared(blocks, h, d, v.dtype, of_output, numbers),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -343,7 +343,7 @@ def _wait_until_stored() -> None:
 
 
 def _shared(
-    blocks, h: int, d: int, dtype, of_output, biases: list[Named]
+    blocks, h: int, d: int, dtype, of_output, numbers: list[Named]
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
@@ -354,8 +354,8 @@ def _shared(
         "q here": plgpu.Barrier(num_barriers=computing),
         "walked": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
     }
-    for bias in biases:
-        tile = support.tile((computing, ROWS, blocks.block_kv), bias.dtype)
+    for pairs in numbers:
+        tile = support.tile((computing, ROWS, blocks.block_kv), pairs.dtype)
         refs |= Ring.shared({"pairs": tile}, computing, readers=1)
     for name, size in (("k", h), ("v", d)):
         tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}

@@ -118,12 +118,15 @@ class Tile(layout.View):
     def load(
         self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
     ):
-        del order, where, padding
+        del where, padding
+        assert order == ("t", "s"), f"{order=}"
         return support.load_tile(self.ref)
 
 
 def by_tiles(spec) -> list:
     """What of a spec TMA could bring: numbers of two bytes, one for each pair.
+
+    A spec has one such array at most, its bias: masks are boolean.
 
     Args:
       spec: of `Named` arrays or of `View`s.

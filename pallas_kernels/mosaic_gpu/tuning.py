@@ -69,10 +69,14 @@ def output_apart(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool
 
 
 def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
-    """Whether there is room for a block of an array of pairs, of two bytes each."""
+    """Whether there is room for a block of an array of pairs, of two bytes each.
+
+    With one stage there is none: values come before the pairs of their tile, once the
+    last ones have been used, which is after these pairs are.
+    """
     pairs = blocks.block_q * blocks.block_kv
     need = shared_memory(blocks, heads, of_output) + 2 * pairs
-    return need <= device.shared_memory_limit()
+    return blocks.num_stages > 1 and need <= device.shared_memory_limit()
 
 
 def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
