@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support, tuning
@@ -87,10 +88,6 @@ def forward(
     turns = support.Turns(computing, warpgroups=computing + 1)
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs
-    # Whether registers suffice for what is made while products run. With one stage the
-    # next keys come only when these have ended.
-    beside = max(h, d) <= 128 and blocks.num_stages > 1
-    early = beside and (spec.has_mask_of_pairs or spec.has_bias_of_pairs)
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -167,6 +164,23 @@ def forward(
                 plgpu.commit_smem()  # all of its warps have read the last one
                 plgpu.copy_gmem_to_smem(q.at(own), q_tile, q_here)
 
+            def products(i, before=None):
+                """Of q and tile i of keys; `before` issues others to run after them."""
+
+                def issue(qk):
+                    ring.wait("k", i)
+                    turns.wait(me)
+                    plgpu.wgmma(qk, q_tile, support.transposed(ring.tile("k", i)))
+                    if before is not None:
+                        before()
+                    turns.pass_on(me)
+                    wait_n = 0 if before is None else 1
+                    return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
+
+                qk = pl.run_scoped(issue, plgpu.ACC((ROWS, keys), _F32))
+                ring.release("k", i)
+                return qk
+
             def walk(first, count, edges, steps, pairs, q_read, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
@@ -182,79 +196,42 @@ def forward(
                     ring.wait("v", i)
                     plgpu.wgmma(acc, p, ring.tile("v", i))
 
-                def wait_for_keys(i):
-                    if beside:
-                        pl.when(i <= last)(lambda: ring.wait("k", i))
+                def added(i):
+                    plgpu.wgmma_wait(0)
+                    ring.release("v", i)
 
-                def with_scores(use, masked, i, last_p=None):
-                    """What `use` makes of the scores of tile i, and p as left operand.
-
-                    The products of q and keys, and of the last tile's p and values, are
-                    issued together.
-
-                    Args:
-                      use: gives p, a tuple of results and, or None, what multiplies the
-                        sum of values.
-                    """
-
-                    def issue(qk):
-                        if not beside:
-                            ring.wait("k", i)
-                        turns.wait(me)
-                        plgpu.wgmma(qk, q_tile, support.transposed(ring.tile("k", i)))
-                        if last_p is not None:
-                            add(i - 1, last_p)
-                        turns.pass_on(me)
-                        here = pairs(masked, i) if early else None
-                        wait_n = 0 if last_p is None else 1
-                        qk = plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
-                        ring.release("k", i)
-                        return finish(here, qk) if beside else qk
-
-                    def finish(here, qk):
-                        here = here or pairs(masked, i)
-                        p, results, alpha = use(here.scores_of(qk, q.dtype))
-                        p = here.drop(p)
-                        # The compiler moves nothing across this branch: exponents are
-                        # made while products with values run, and not after these.
-                        wait_for_keys(i + 1)
-                        if last_p is not None:
-                            plgpu.wgmma_wait(0)
-                            ring.release("v", i - 1)
-                        if alpha is not None:
-                            acc[...] = acc[...] * along(alpha, d)
-                        return *results, p.astype(v.dtype)
-
-                    found = pl.run_scoped(issue, plgpu.ACC((ROWS, keys), _F32))
-                    return found if beside else finish(None, found)
-
-                def begin(found):
-                    m, _, p = flash2.update(nothing.m, found, arithmetic)
-                    return p, (m, jnp.sum(p, axis=-1)), None
+                def scores(masked, i, before=None):
+                    """Of a tile, and what makes of probabilities a left operand."""
+                    # From global memory, numbers come while the products are made.
+                    early = all_spec.has_bias_of_pairs and not numbers
+                    here = pairs(masked, i) if early else None
+                    qk = products(i, before)
+                    here = pairs(masked, i) if here is None else here
+                    left = functools.partial(_left, here, v.dtype)
+                    return here.scores_of(qk, q.dtype), left
 
                 def edge(i, state):
-                    m, total, last_p = state
-
-                    def use(found):
-                        top, alpha, p = flash2.update(m, found, arithmetic)
-                        sums = flash2.add_row_sums(total * alpha, p)
-                        return p, (top, sums), alpha
-
-                    return with_scores(use, True, i, last_p)
+                    m, total, p = state
+                    found, left = scores(True, i, lambda: add(i - 1, p))
+                    m, alpha, p = flash2.update(m, found, arithmetic)
+                    added(i - 1)
+                    acc[...] = acc[...] * along(alpha, d)
+                    total = flash2.add_row_sums(total * alpha, p)
+                    return m, total, left(p)
 
                 def other(masked, shift, i, state):
-                    total, last_p = state
+                    total, p = state
+                    found, left = scores(masked, i, lambda: add(i - 1, p))
+                    exp2 = {"exp2": support.exp2_of_masked} if masked else {}
+                    fast = dataclasses.replace(arithmetic, **exp2)
+                    p = flash2.probabilities(found, along(shift, keys), fast)
+                    total = flash2.add_row_sums(total, p)
+                    added(i - 1)
+                    return total, left(p)
 
-                    def use(found):
-                        exp2 = {"exp2": support.exp2_of_masked} if masked else {}
-                        fast = dataclasses.replace(arithmetic, **exp2)
-                        p = flash2.probabilities(found, along(shift, keys), fast)
-                        return p, (flash2.add_row_sums(total, p),), None
-
-                    return with_scores(use, masked, i, last_p)
-
-                wait_for_keys(first)
-                state = with_scores(begin, True, first)
+                found, left = scores(True, first)
+                m, _, p = flash2.update(nothing.m, found, arithmetic)
+                state = m, jnp.sum(p, axis=-1), left(p)
                 m, *state = lax.fori_loop(first + 1, first + steps, edge, state)
                 state, shift = tuple(state), flash2.finite(m)
                 if few_steps:
@@ -264,8 +241,7 @@ def forward(
                 total, p = lax.fori_loop(first + edges, last + 1, full, state)
                 q_read()
                 add(last, p)
-                plgpu.wgmma_wait(0)
-                ring.release("v", last)
+                added(last)
                 return flash2.State(m, total, acc[...])
 
             def visit(again, chosen, r, state):
@@ -354,6 +330,11 @@ def forward(
         programs=schedule.programs,
     )
     return tuple(x.value for x in found)
+
+
+def _left(pairs: Pairs, dtype, p: jax.Array) -> jax.Array:
+    """What meets the values, of probabilities."""
+    return pairs.drop(p).astype(dtype)
 
 
 def _wait_until_stored() -> None:
