@@ -80,10 +80,18 @@ class Tiles:
     def count(self):
         return jnp.int32(self.needed.count) * self._heads[1]
 
-    def _head(self, tile):
-        """The query head of a tile: they take turns."""
-        first, heads = self._heads
-        return first + lax.rem(tile, heads)
+    def _place(self, tile) -> tuple[Any, Any]:
+        """Of a tile, the numbers of its query head and of its block of queries.
+
+        Heads take turns. But with a window each program has blocks of its own, and
+        comes to one some time after the program before it. Then heads follow one
+        another: else so many blocks of all heads pass in that time that the cache
+        does not hold them.
+        """
+        heads, blocks = self._heads[1], jnp.int32(self.needed.count)
+        if self.spec.is_windowed:
+            return lax.div(tile, blocks), lax.rem(tile, blocks)
+        return lax.rem(tile, heads), lax.div(tile, heads)
 
     def _block(self, tile) -> tuple[Any, Any]:
         """Whether pairs of a tile may be masked, and its block of queries.
@@ -92,13 +100,14 @@ class Tiles:
         after the program before it, as blocks of keys come from the first on: none
         waits for another's end.
         """
-        back = jnp.int32(self.needed.count) - 1 - lax.div(tile, self._heads[1])
+        back = jnp.int32(self.needed.count) - 1 - self._place(tile)[1]
         return self.needed.in_order(back)
 
     def at(self, tile) -> program.Where:
         rows = self.layout.rows["t"]
         here = Rows(self._block(tile)[1] * rows, rows)
-        return {**self.where, "n": self._head(tile), "t": here}
+        head = self._heads[0] + self._place(tile)[0]
+        return {**self.where, "n": head, "t": here}
 
     def masked(self, tile):
         """A traced boolean, or False if no pair of any tile is masked."""
