@@ -108,14 +108,15 @@ def backward(
                 ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
                 ring.fill(tile, do=do.at(here), delta=delta.at(here))
 
-        def add():
-            @pl.loop(0, tiles.count)
+        def add(first: int):
+            """Of every tile whose dq comes through place `first`."""
+
+            @pl.loop(first, tiles.count, step=dq_tiles)
             def _(tile):
                 here, before = tiles.at(tile), tiles.before(tile)
-                slot = lax.rem(tile, jnp.int32(dq_tiles))
-                source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
-                plgpu.barrier_wait(refs["dq here"].at[slot])
+                source, seen = refs["dq"].at[first], counts.at[tiles.number(tile)]
                 plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
+                plgpu.barrier_wait(refs["dq here"].at[first])
 
                 @pl.when(before == 0)
                 def _():
@@ -126,7 +127,7 @@ def backward(
                     plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(refs["dq read"].at[slot])
+                plgpu.barrier_arrive(refs["dq read"].at[first])
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(seen, 1, memory_scope="gpu")
 
@@ -137,7 +138,8 @@ def backward(
             @plgpu.warp_map
             def _(warp):
                 pl.when(warp == 0)(load)
-                pl.when(warp == 1)(add)
+                for n in range(dq_tiles):
+                    pl.when(warp == 1 + n)(functools.partial(add, n))
 
         @pl.when(me < computing)
         def compute():
