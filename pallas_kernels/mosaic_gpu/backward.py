@@ -180,6 +180,8 @@ def backward(
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
                 slot = lax.rem(tile, jnp.int32(dq_tiles))
+                more = tile + 1 < tiles.count
+                after = minimum(tile + 1, tiles.count - 1)
 
                 def recomputed():
                     pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
@@ -199,6 +201,9 @@ def backward(
                     pairs, again = recomputed()
                     dropped = again.dropped
                     change = pairs.along(vector("delta", tile), "t")
+                    # The compiler moves nothing across this branch: exponents are made
+                    # while the product runs, and not after it.
+                    pl.when(more)(lambda: ring.wait("q", after))
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
                     return dropped, again.dz(dp, change)
 
@@ -224,15 +229,6 @@ def backward(
                 plgpu.commit_smem()
                 plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
                 support.named_barrier("sync", jnp.int32(together), computing)
-                more = tile + 1 < tiles.count
-                after = minimum(tile + 1, tiles.count - 1)
-
-                if ahead:
-
-                    @pl.when(more)
-                    def _():
-                        ring.wait("q", after)
-
                 @pl.when(tile >= dq_tiles)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[slot])
