@@ -83,6 +83,7 @@ def backward(
     computing = keys // ROWS
     parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
+    early = tuning.waits_early(width, spec)
     dq_tiles = _DQ_TILES[ahead]
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
@@ -183,6 +184,9 @@ def backward(
                 more = tile + 1 < tiles.count
                 after = minimum(tile + 1, tiles.count - 1)
 
+                def next_queries():
+                    pl.when(more)(lambda: ring.wait("q", after))
+
                 def recomputed():
                     pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
                     lse = pairs.along(vector("lse", tile), "t")
@@ -201,9 +205,10 @@ def backward(
                     pairs, again = recomputed()
                     dropped = again.dropped
                     change = pairs.along(vector("delta", tile), "t")
-                    # The compiler moves nothing across this branch: exponents are made
-                    # while the product runs, and not after it.
-                    pl.when(more)(lambda: ring.wait("q", after))
+                    if early:
+                        # The compiler moves nothing across this branch: exponents are
+                        # made while the product runs, and not after it.
+                        next_queries()
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
                     return dropped, again.dz(dp, change)
 
@@ -229,6 +234,9 @@ def backward(
                 plgpu.commit_smem()
                 plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
                 support.named_barrier("sync", jnp.int32(together), computing)
+                if ahead and not early:
+                    next_queries()
+
                 @pl.when(tile >= dq_tiles)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[slot])
