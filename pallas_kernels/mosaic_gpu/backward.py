@@ -6,8 +6,8 @@ its keys. Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk a
 are summed in their registers. p goes to its product from registers, dz from shared
 memory, of which all warpgroups together make dq of the block. The products of the next
 queries and keys run while dq goes to shared memory. One more warpgroup has a warp that
-loads, by TMA, and one that adds dq to global memory, by TMA too, in float32. Of heads
-above 128 there is no room for that, and p is rounded before dz is made of it.
+loads, by TMA, and one or two that add dq to global memory, by TMA too, in float32.
+Of heads above 128 there is no room for that, and p is rounded before dz is made of it.
 
 The additions to a block of dq have one order, that of the key blocks which meet it, so
 that the same inputs give the same bits. A semaphore of the block counts them, and the
@@ -84,7 +84,7 @@ def backward(
     parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
     early = tuning.waits_early(width, spec)
-    dq_tiles = _DQ_TILES[ahead]
+    dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
 
@@ -110,14 +110,15 @@ def backward(
                 ring.fill(tile, do=do.at(here), delta=delta.at(here))
 
         def add(first: int):
-            """Of every tile whose dq comes through place `first`."""
+            """dq of every tile, or of every other one where two warps add."""
 
-            @pl.loop(first, tiles.count, step=dq_tiles)
+            @pl.loop(first, tiles.count, step=adding)
             def _(tile):
                 here, before = tiles.at(tile), tiles.before(tile)
-                source, seen = refs["dq"].at[first], counts.at[tiles.number(tile)]
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
+                source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
                 plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
-                plgpu.barrier_wait(refs["dq here"].at[first])
+                plgpu.barrier_wait(refs["dq here"].at[slot])
 
                 @pl.when(before == 0)
                 def _():
@@ -128,7 +129,7 @@ def backward(
                     plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(refs["dq read"].at[first])
+                plgpu.barrier_arrive(refs["dq read"].at[slot])
                 plgpu.wait_smem_to_gmem(0)
                 plgpu.semaphore_signal(seen, 1, memory_scope="gpu")
 
@@ -139,7 +140,7 @@ def backward(
             @plgpu.warp_map
             def _(warp):
                 pl.when(warp == 0)(load)
-                for n in range(dq_tiles):
+                for n in range(adding):
                     pl.when(warp == 1 + n)(functools.partial(add, n))
 
         @pl.when(me < computing)
@@ -377,7 +378,7 @@ def _shared(
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows), "delta": vector}
-    dq_tiles = _DQ_TILES[ahead]
+    dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     return {
         "k": of_heads("h", 1, keys),
         "v": of_heads("d", 1, keys),
