@@ -27,6 +27,18 @@ MUTANTS = [
             "self.needed.at(",
             "tests/test_visits.py -k do_not_wait",
         ),
+        (
+            "with a window, some heads of a block twice",
+            "lax.div(tile, blocks), lax.rem(tile, blocks)",
+            "lax.rem(tile, blocks), lax.rem(tile, blocks)",
+            ORDER,
+        ),
+        (
+            "without a window, some blocks of a head twice",
+            "lax.rem(tile, heads), lax.div(tile, heads)",
+            "lax.rem(tile, heads), lax.rem(tile, heads)",
+            ORDER,
+        ),
     ),
     *of(
         "pallas_kernels/core/visits.py",

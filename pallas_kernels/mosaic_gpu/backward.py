@@ -378,7 +378,7 @@ def _shared(
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows), "delta": vector}
-    dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
+    dq_tiles = _DQ_TILES[ahead]
     return {
         "k": of_heads("h", 1, keys),
         "v": of_heads("d", 1, keys),
