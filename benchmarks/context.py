@@ -158,7 +158,8 @@ def main():
     )
     rows, wanted = list(run.done), cases()
     done = {records.key(row) for row in rows}
-    ceiling = harness.matmul_tflops()
+    with harness.alone():
+        ceiling = harness.matmul_tflops()
     checked: dict[Case, dict] = {}
     with options.Progress(len(wanted), "case") as progress:
         progress.say(
@@ -181,18 +182,19 @@ def main():
             context_rows.compile_together(
                 x for which in passes for x in _programs(case, small, peers, new, which)
             )
-            if new:
-                found = context_rows.errors(small, new, passes)
-                progress.say(f"check, {small}: {_worst(found)}")
-                known.update(found)
-            for which in passes:
-                for row in context_rows.rows_of(
-                    *(case, peers, which, checked[small]),
-                    rounds=_REPEATS.value,
-                    most_seconds=_MOST_SECONDS.value,
-                    ceiling=ceiling,
-                ):
-                    rows.append(run.write({**row, "matmul_tflops": ceiling}))
+            with harness.alone():
+                if new:
+                    found = context_rows.errors(small, new, passes)
+                    progress.say(f"check, {small}: {_worst(found)}")
+                    known.update(found)
+                for which in passes:
+                    for row in context_rows.rows_of(
+                        *(case, peers, which, checked[small]),
+                        rounds=_REPEATS.value,
+                        most_seconds=_MOST_SECONDS.value,
+                        ceiling=ceiling,
+                    ):
+                        rows.append(run.write({**row, "matmul_tflops": ceiling}))
             context_rows.forget()
             progress.step(f"{case} ({time.monotonic() - begun - spent:.1f} s)")
     print(f"\n{run.path}\n\n{context(rows)}")

@@ -1,13 +1,16 @@
 """What every comparison shares: shapes, the reference, timing, the ceiling."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +234,28 @@ class Timing:
             "timings": self.seconds,
             "calls": self.calls,
         }
+
+
+@contextlib.contextmanager
+def alone(folder: str | None = None) -> Iterator[None]:
+    """Waits until no other process is in here: one times, the others compile.
+
+    So a benchmark can be divided over processes that see the same GPUs. Where compilers
+    autotune on a GPU, as for products of XLA, that still disturbs.
+
+    Args:
+      folder: that the processes share; the one for temporary files if None.
+    """
+    if not is_gpu():
+        yield
+        return
+    import fcntl  # not on Windows
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace("/", "-")
+    path = Path(folder or tempfile.gettempdir(), f"jax_flash2-gpus-{visible}.lock")
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _seconds(program: Program, calls: int) -> float:

@@ -3,6 +3,8 @@
     python -m benchmarks.models                     # every call, on a GPU
     python -m benchmarks.models --peers=jax_flash2,cudnn,xla  # a quarter of the time
     python -m benchmarks.models --small --repeats=1 # the same, small, anywhere
+    python -m benchmarks.models --part=0/4          # a quarter of the calls: processes
+                                                    # compile beside each other
 
 Each call of `benchmarks.model_calls` runs forward, and forward and backward if the
 model is trained (with the gradient of a learnt bias): jax_flash2, jax.nn (cuDNN, XLA's
@@ -13,12 +15,13 @@ ratio to the best of jax.nn, its lowest and its geometric mean. Rows go to
 `models.jsonl`.
 """
 
+import re
 import time
 from collections.abc import Iterator
 
 from absl import flags
 
-from benchmarks import model_rows, options, records
+from benchmarks import harness, model_rows, options, records
 from benchmarks.model_calls import GROUPS
 
 _GROUPS = options.names("groups", list(GROUPS), GROUPS, "Which calls")
@@ -28,6 +31,7 @@ _PEERS = options.names(
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
 _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
+_PART = flags.DEFINE_string("part", "0/1", "I/N: every N-th call, from number I on.")
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no call after this long.")
 _RESULTS_DIR, _COMMIT = options.files()
 # Calls whose programs are compiled at the same time, before any of them is timed.
@@ -40,10 +44,19 @@ def batched(calls: list, count: int) -> Iterator[list]:
         yield calls[first : first + count]
 
 
+def part_of(calls: list, part: str) -> list:
+    """Every N-th call from number I on, of `I/N`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise ValueError(f"--part={part}: expected I/N with I less than N, as 0/4")
+    return calls[int(found[1]) :: int(found[2])]
+
+
 def main():
     begun = time.monotonic()
     run = records.Run.start("models", _RESULTS_DIR.value, commit=_COMMIT.value)
     calls = [(group, call) for group in _GROUPS.value for call in GROUPS[group]]
+    calls = part_of(calls, _PART.value)
     if _SMALL.value:
         calls = [(group, call.small()) for group, call in calls]
     rows = []
@@ -57,7 +70,8 @@ def main():
             own_calls = [call for _, call in together]
             compiling = model_rows.started(own_calls, dtype, _PEERS.value)
             for (group, call), own in zip(together, compiling, strict=True):
-                found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
+                with harness.alone():
+                    found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
                 rows += [run.write(row) for row in found]
                 progress.step(f"{call.name} ({time.monotonic() - begun:.0f} s)")
     print(f"\n{run.path}\n\n{model_rows.table(rows)}")

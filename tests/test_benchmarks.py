@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from benchmarks import (
     comparison,
     figures,
     harness,
+    models,
     options,
     peers,
     records,
@@ -213,6 +215,31 @@ def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
         "b": [1.0] * 6,
     }
     assert failures == {"c": "RuntimeError: late"}
+
+
+def test_one_process_times_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "is_gpu", lambda: True)
+    seen = []
+
+    def another():
+        with harness.alone(str(tmp_path)):
+            seen.append("another")
+
+    with ThreadPoolExecutor() as pool:
+        with harness.alone(str(tmp_path)):
+            later = pool.submit(another)
+            with pytest.raises(TimeoutError):
+                later.result(timeout=0.2)
+            seen.append("one")
+        later.result(timeout=30)
+    assert seen == ["one", "another"]
+
+
+def test_part_of_the_calls():
+    assert models.part_of(list(range(7)), "1/3") == [1, 4]
+    for part in ("3/3", "1", "a/b"):
+        with pytest.raises(ValueError, match="expected I/N"):
+            models.part_of([], part)
 
 
 def test_integers_on_the_command_line():
