@@ -15,7 +15,6 @@ ratio to the best of jax.nn, its lowest and its geometric mean. Rows go to
 `models.jsonl`.
 """
 
-import re
 import time
 from collections.abc import Iterator
 
@@ -44,19 +43,11 @@ def batched(calls: list, count: int) -> Iterator[list]:
         yield calls[first : first + count]
 
 
-def part_of(calls: list, part: str) -> list:
-    """Every N-th call from number I on, of `I/N`."""
-    found = re.fullmatch(r"(\d+)/(\d+)", part)
-    if found is None or not int(found[1]) < int(found[2]):
-        raise ValueError(f"--part={part}: expected I/N with I less than N, as 0/4")
-    return calls[int(found[1]) :: int(found[2])]
-
-
 def main():
     begun = time.monotonic()
     run = records.Run.start("models", _RESULTS_DIR.value, commit=_COMMIT.value)
     calls = [(group, call) for group in _GROUPS.value for call in GROUPS[group]]
-    calls = part_of(calls, _PART.value)
+    calls = options.part_of(calls, _PART.value)
     if _SMALL.value:
         calls = [(group, call.small()) for group, call in calls]
     rows = []

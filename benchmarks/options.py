@@ -1,5 +1,6 @@
 """The command line: flags that benchmarks share, defined where called; progress."""
 
+import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -83,6 +84,14 @@ def dtype(default: str) -> flags.FlagHolder:
     return flags.DEFINE_enum(
         "dtype", default, ["bfloat16", "float16", "float32"], "Of the operands."
     )
+
+
+def part_of(calls: list, part: str) -> list:
+    """Every N-th call from number I on, of `I/N`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise ValueError(f"--part={part}: expected I/N with I less than N, as 0/4")
+    return calls[int(found[1]) :: int(found[2])]
 
 
 class Comparison(NamedTuple):

@@ -18,9 +18,9 @@ from benchmarks import (
     comparison,
     figures,
     harness,
-    models,
     options,
     peers,
+    profiles,
     records,
     tables,
 )
@@ -235,11 +235,26 @@ def test_one_process_times_at_a_time(monkeypatch, tmp_path):
     assert seen == ["one", "another"]
 
 
+def test_kernels_and_the_pauses_between_them():
+    events = [
+        profiles.Event("one", 0.0, 4000.0),
+        profiles.Event("two", 3000.0, 2000.0),  # beside the first, on another stream
+        profiles.Event("one", 9000.0, 2000.0),
+    ]
+    assert profiles.idle(reversed(events)) == 4000.0
+    assert [line.split() for line in profiles.lines(events, 2)] == [
+        ["3.0", "us", "1.0", "x", "one"],
+        ["1.0", "us", "0.5", "x", "two"],
+        ["2.0", "us", "no", "kernel"],
+    ]
+    assert profiles.lines([], 2) == ["no kernel of a GPU was seen"]
+
+
 def test_part_of_the_calls():
-    assert models.part_of(list(range(7)), "1/3") == [1, 4]
+    assert options.part_of(list(range(7)), "1/3") == [1, 4]
     for part in ("3/3", "1", "a/b"):
         with pytest.raises(ValueError, match="expected I/N"):
-            models.part_of([], part)
+            options.part_of([], part)
 
 
 def test_integers_on_the_command_line():
@@ -324,6 +339,19 @@ MAINS = {
     "cpu": ["--lengths=64", "--heads=1", *SMALL],
     "features": ["--length=64", "--heads=1", "--head_size=16", "--repeats=1"],
 }
+
+
+def test_kernels_of_a_machine_without_a_gpu():
+    sizes = ["--length=64", "--heads=1", "--head_size=16", "--batch=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernels", *sizes, "--seconds=0.01"],
+        cwd=records.ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no kernel of a GPU was seen" in done.stdout
 
 
 @pytest.mark.parametrize(
