@@ -78,7 +78,8 @@ def backward(
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
     width = tuning.head_tiles(layout.size)
-    elements, wider = memory.of_tiles(layout.size, width)
+    elements = {x: memory.head_elements(layout.size[x]) for x in "hd"}
+    wider = {x: width[x] for x, n in elements.items() if n < width[x]}
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
     own_columns = width["h"] // computing
@@ -156,7 +157,10 @@ def backward(
             held = [support.load_tile(refs[x].at[0, mine]) for x in "kv" if narrow]
 
             def keys_at(name, tile):
-                return refs[name].at[support.as_if_varying(0, tile)]
+                # Their index is 0. If the compiler knew, it would hold addresses in
+                # registers, of which there are none to spare.
+                zero = lax.shift_right_logical(tile, jnp.int32(30))
+                return refs[name].at[zero]
 
             def own_keys(tile):
                 return held[0] if narrow else keys_at("k", tile).at[mine]
