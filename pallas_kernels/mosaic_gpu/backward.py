@@ -1,16 +1,13 @@
 """The backward kernel for Hopper: one pass of five products (Dao 2023, algorithm 2).
 
-Grid: (key blocks, key/value heads, batch axes). A program owns a block of keys and
-loops over the query heads of its group and the blocks of queries that meet its keys.
-Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk and dv are summed
-in their registers. Shared memory limits the kernel (benchmarks/lab/076), so p and dz
-go to these products from registers, and so do keys and values of heads up to 64. dz
-goes to shared memory as well. Of all of it one warpgroup makes dq of the block, in the
-next round: they take turns. One more warpgroup has a warp that loads, by TMA, and one
-or two that add dq to global memory, by TMA too, in float32.
-
-Of heads above 128 there is no room for that: all warpgroups meet twice a round and make
-some columns of dq each, and p is rounded before dz is made of it.
+Grid: (key blocks, key/value heads, batch axes). A program owns a block
+of keys and loops over the query heads of its group and the blocks of queries that meet
+its keys. Its warpgroups compute 64 keys each, transposed, [keys, queries]: dk and dv
+are summed in their registers. p goes to its product from registers, dz from shared
+memory, of which all warpgroups together make dq of the block. The products of the next
+queries and keys run while dq goes to shared memory. One more warpgroup has a warp that
+loads, by TMA, and one or two that add dq to global memory, by TMA too, in float32.
+Of heads above 128 there is no room for that, and p is rounded before dz is made of it.
 
 The additions to a block of dq have one order, that of the key blocks which meet it, so
 that the same inputs give the same bits. A semaphore of the block counts them, and the
@@ -18,9 +15,9 @@ first one stores. A program waits only for programs of lower indices, which a GP
 before it.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
-log-sum-exps and delta; for each warpgroup dz [block_kv, block_q], and dq [block_q, H]
-in float32. Of heads above 128 there is one tile of dz and one of dq. Heads are as wide
-as `tuning.head_tiles`: beyond an array 0 is read, and nothing is written.
+log-sum-exps and delta, and dz [block_kv, block_q]; twice dq [block_q, H] in float32.
+Of heads above 128 there is one tile of dz and one of dq. Heads are as wide as
+`tuning.head_tiles`: beyond an array 0 is read, and nothing is written.
 """
 
 from __future__ import annotations
@@ -48,6 +45,8 @@ from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
+# Blocks of dq on their way to global memory, by `tuning.computes_ahead`.
+_DQ_TILES = {True: 2, False: 1}
 # Registers of a thread that loads and adds, and of one that computes.
 _REGISTERS = 24, 240
 
@@ -82,11 +81,10 @@ def backward(
     wider = {x: width[x] for x, n in elements.items() if n < width[x]}
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
-    own_columns = width["h"] // computing
+    parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
-    narrow = tuning.holds_keys(width)
-    places = computing if ahead else 1
-    adding = tuning.warps_that_add(width)
+    early = tuning.waits_early(width, spec)
+    dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     together = computing + 2  # a named barrier
     visits = visits_of(spec, layout)
 
@@ -117,7 +115,7 @@ def backward(
             @pl.loop(first, tiles.count, step=adding)
             def _(tile):
                 here, before = tiles.at(tile), tiles.before(tile)
-                slot = lax.rem(tile, jnp.int32(places))
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
                 source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
                 plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
                 plgpu.barrier_wait(refs["dq here"].at[slot])
@@ -153,182 +151,132 @@ def backward(
             own_spec = load_tree(spec, ("s", "t"), own)
             block_sum = plgpu.ACC((ROWS, rows), _F32)
 
-            plgpu.barrier_wait(refs["own here"])
-            held = [support.load_tile(refs[x].at[0, mine]) for x in "kv" if narrow]
-
-            def keys_at(name, tile):
+            def tiles_of_keys(tile):
                 # Their index is 0. If the compiler knew, it would hold addresses in
                 # registers, of which there are none to spare.
                 zero = lax.shift_right_logical(tile, jnp.int32(30))
-                return refs[name].at[zero]
-
-            def own_keys(tile):
-                return held[0] if narrow else keys_at("k", tile).at[mine]
-
-            def own_values(tile):
-                return held[1] if narrow else keys_at("v", tile).at[mine]
+                k_block = refs["k"].at[zero]
+                return k_block, k_block.at[mine], refs["v"].at[zero, mine]
 
             def vector(name, tile):
                 return support.load_vector(ring.tile(name, tile), 1, shared=True)
 
-            def turn(tile):
-                """Which warpgroup makes dq of a tile. It has places for dz and dq."""
-                return lax.rem(tile + places, jnp.int32(places))
+            def multiply(qk_sum, tile, k_own):
+                plgpu.wgmma(qk_sum, k_own, support.transposed(ring.tile("q", tile)))
 
-            def all_computing():
-                support.named_barrier("sync", jnp.int32(together), computing)
-
-            def scores(tile):
-                """The product of keys and queries that are there."""
-
+            def first_products(tile):
                 def issue(qk_sum):
-                    q_tile = ring.tile("q", tile)
-                    plgpu.wgmma(qk_sum, own_keys(tile), support.transposed(q_tile))
+                    multiply(qk_sum, tile, tiles_of_keys(tile)[1])
                     return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
 
+                ring.wait("q", tile)
                 return pl.run_scoped(issue, block_sum)
 
-            def pairs_of(tile, qk):
-                """Of a tile, its pairs, and what makes p and dz of their scores."""
+            def visit(dk_sum, dv_sum, tile, qk):
+                """Takes the products of keys and queries of a tile, makes the next."""
+                qk = qk if ahead else first_products(tile)
+                k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
                 here = {**there, "s": own["s"]}
-                pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
-                lse = pairs.along(vector("lse", tile), "t")
-                return pairs, pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
-
-            def change_of(pairs, tile):
-                return pairs.along(vector("delta", tile), "t")
-
-            def issue_dp(dp_sum, tile):
-                do_tile = ring.tile("do", tile)
-                plgpu.wgmma(dp_sum, own_values(tile), support.transposed(do_tile))
-
-            def issue_dv(dv_sum, p, tile):
-                plgpu.wgmma(dv_sum, p.astype(do.dtype), ring.tile("do", tile))
-
-            def wait_for_place(tile):
-                """Until dq of this tile may go to shared memory."""
-
-                @pl.when(tile >= places)
-                def _():
-                    plgpu.barrier_wait(refs["dq read"].at[turn(tile)])
-
-            def dq_in_turn(tile):
-                """dq of a tile, by the one warpgroup whose turn it is."""
-                slot = turn(tile)
-
-                @pl.when((tile >= 0) & (slot == me))
-                def _():
-                    plgpu.barrier_wait(refs["dz here"].at[slot])
-                    wait_for_place(tile)
-
-                    def of_queries(dq_sum):
-                        left, right = refs["dz"].at[slot], keys_at("k", tile)
-                        plgpu.wgmma(dq_sum, support.transposed(left), right)
-                        part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=0)
-                        plgpu.barrier_arrive(refs["dz read"].at[slot])
-                        refs["dq"].at[slot][...] = part
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(refs["dq here"].at[slot])
-
-                    pl.run_scoped(of_queries, plgpu.ACC((rows, width["h"]), _F32))
-
-            def visit(dk_sum, dv_sum, tile, qk):
-                """dk and dv of a tile, dq of the one before, scores of the next."""
-                tile = support.unknown(tile)  # else addresses would be kept
-                slot, more = turn(tile), tile + 1 < tiles.count
+                q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
+                dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
+                slot = lax.rem(tile, jnp.int32(dq_tiles))
+                more = tile + 1 < tiles.count
                 after = minimum(tile + 1, tiles.count - 1)
 
-                def of_pairs(dp_sum):
+                def next_queries():
+                    pl.when(more)(lambda: ring.wait("q", after))
+
+                def recomputed():
+                    pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
+                    lse = pairs.along(vector("lse", tile), "t")
+                    return pairs, pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
+
+                def issue_dp(dp_sum):
+                    plgpu.wgmma(dp_sum, v_own, support.transposed(do_tile))
+
+                def issue_dv(p):
+                    plgpu.wgmma(dv_sum, p.astype(do.dtype), do_tile)
+
+                def at_once(dp_sum):
                     """p, and dz. The product for dp runs beside the exponents."""
                     ring.wait("do", tile)
-                    issue_dp(dp_sum, tile)
-                    pairs, again = pairs_of(tile, qk)
+                    issue_dp(dp_sum)
+                    pairs, again = recomputed()
                     dropped = again.dropped
-                    # The compiler moves nothing across this branch: exponents are made
-                    # while the product runs, and not after it.
-                    pl.when(more)(lambda: ring.wait("q", after))
+                    change = pairs.along(vector("delta", tile), "t")
+                    if early:
+                        # The compiler moves nothing across this branch: exponents are
+                        # made while the product runs, and not after it.
+                        next_queries()
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    return dropped, again.dz(dp, change_of(pairs, tile)).astype(q.dtype)
+                    return dropped, again.dz(dp, change)
 
-                p, dz = pl.run_scoped(of_pairs, block_sum)
-                issue_dv(dv_sum, p, tile)
-
-                @pl.when(tile >= places)
-                def _():
-                    plgpu.barrier_wait(refs["dz read"].at[slot])
-
-                refs["dz"].at[slot, mine][...] = dz
-                plgpu.commit_smem()
-                plgpu.wgmma(dk_sum, dz, ring.tile("q", tile))
-                plgpu.barrier_arrive(refs["dz here"].at[slot])
-                plgpu.wgmma_wait(0)
-                ring.release("do", tile)
-                pl.when(more)(lambda: ring.release("q", tile))
-                dq_in_turn(tile - 1)
-                return scores(after)
-
-            def visit_alone(dk_sum, dv_sum, tile, nothing):
-                """All products of a tile, in fewer registers."""
-                ring.wait("q", tile)
-                qk = scores(tile)
-
-                def of_pairs(dp_sum):
-                    """dz, of a rounded p, whose product runs."""
-                    pairs, again = pairs_of(tile, qk)
+                def one_by_one(dp_sum):
+                    """dz, in fewer registers: of a rounded p, whose product runs."""
+                    pairs, again = recomputed()
                     again = again._replace(p=again.p.astype(q.dtype).astype(_F32))
                     p = again.dropped.astype(do.dtype)
                     ring.wait("do", tile)
-                    issue_dv(dv_sum, p, tile)
-                    issue_dp(dp_sum, tile)
+                    issue_dv(p)
+                    issue_dp(dp_sum)
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    return again.dz(dp, change_of(pairs, tile))
+                    change = pairs.along(vector("delta", tile), "t")
+                    return None, again.dz(dp, change)
 
-                dz = pl.run_scoped(of_pairs, block_sum)
-                all_computing()  # they have read the last one
-                dz_tile = refs["dz"].at[0]
+                of_pairs = at_once if ahead else one_by_one
+                p, dz = pl.run_scoped(of_pairs, block_sum)
+                if not ahead:  # all have read the last one
+                    support.named_barrier("sync", jnp.int32(together), computing)
                 dz_tile[mine] = dz.astype(q.dtype)
+                if p is not None:
+                    issue_dv(p)
                 plgpu.commit_smem()
-                plgpu.wgmma(dk_sum, dz_tile.at[mine], ring.tile("q", tile))
-                all_computing()
-                wait_for_place(tile)
+                plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
+                support.named_barrier("sync", jnp.int32(together), computing)
+                if ahead and not early:
+                    next_queries()
+
+                @pl.when(tile >= dq_tiles)
+                def _():
+                    plgpu.barrier_wait(refs["dq read"].at[slot])
+
                 plgpu.wgmma_wait(0)
                 ring.release("do", tile)
 
-                def of_queries(dq_sum):
-                    columns = pl.ds(me * own_columns, own_columns)
-                    right = keys_at("k", tile).at[:, columns]
-                    plgpu.wgmma(dq_sum, support.transposed(dz_tile), right)
-                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=0)
-                    pl.when(tile + 1 < tiles.count)(lambda: ring.release("q", tile))
-                    refs["dq"].at[0, :, columns][...] = part
+                def of_queries(dq_sum, *qk_sum):
+                    left, right = parts(me, dz_tile, k_block)
+                    plgpu.wgmma(dq_sum, support.transposed(left), right)
+                    for x in qk_sum:
+                        multiply(x, after, k_own)
+                    part = plgpu.wgmma_accumulator_load(dq_sum, wait_n=len(qk_sum))
+                    pl.when(more)(lambda: ring.release("q", tile))
+                    parts.of_sum(me, refs["dq"].at[slot])[...] = part
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(refs["dq here"].at[0])
+                    plgpu.barrier_arrive(refs["dq here"].at[slot])
+                    loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_sum]
+                    return loaded[0] if loaded else tile
 
-                pl.run_scoped(of_queries, plgpu.ACC((rows, own_columns), _F32))
-                return nothing
+                dq_sum = plgpu.ACC(parts.shape, _F32)
+                return pl.run_scoped(of_queries, dq_sum, *[block_sum] * ahead)
 
             def walk(dk_sum, dv_sum):
                 first, count = jnp.int32(0), support.unknown(tiles.count)
 
                 @pl.when(tiles.count > 0)
                 def _():
-                    if ahead:
-                        ring.wait("q", first)
-                        step = functools.partial(visit, dk_sum, dv_sum)
-                        lax.fori_loop(first, count, step, scores(first))
-                        dq_in_turn(count - 1)
-                    else:
-                        step = functools.partial(visit_alone, dk_sum, dv_sum)
-                        lax.fori_loop(first, count, step, first)
+                    qk = first_products(first) if ahead else first
+                    step = functools.partial(visit, dk_sum, dv_sum)
+                    lax.fori_loop(first, count, step, qk)
 
                 return dk_sum[...], dv_sum[...]
 
+            plgpu.barrier_wait(refs["own here"])
             sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
-            all_computing()
+            support.named_barrier("sync", jnp.int32(together), computing)
             k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
             wide = dk.dtype != k.dtype
             if wide:  # in float32: where dq was on its way
@@ -372,6 +320,41 @@ def _without_unwritten(dq: Named, written: Named) -> Named:
     return Named(jnp.where(written.to(axes), dq.value, 0.0), dq.axes)
 
 
+class _ByColumns:
+    """Each warpgroup makes all rows of some columns of dq."""
+
+    def __init__(self, rows: int, h: int, computing: int):
+        self.shape = rows, h // computing
+
+    def _own(self, me):
+        return pl.ds(me * self.shape[1], self.shape[1])
+
+    def __call__(self, me, dz, k):
+        return dz, k.at[:, self._own(me)]
+
+    def of_sum(self, me, dq):
+        return dq.at[:, self._own(me)]
+
+
+class _ByRows:
+    """Each warpgroup makes all columns of 64 rows of dq."""
+
+    def __init__(self, h: int):
+        self.shape = ROWS, h
+
+    def __call__(self, me, dz, k):
+        return dz.at[:, pl.ds(me * ROWS, ROWS)], k
+
+    def of_sum(self, me, dq):
+        return dq.at[pl.ds(me * ROWS, ROWS)]
+
+
+def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
+    if rows == ROWS * computing:
+        return _ByRows(h)
+    return _ByColumns(rows, h, computing)
+
+
 def _shared(
     blocks, width: Mapping[str, int], elements: Mapping[str, int], ahead: bool, dtype
 ) -> dict[str, Any]:
@@ -395,22 +378,16 @@ def _shared(
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows), "delta": vector}
-    places = computing if ahead else 1
-    shared = {
+    dq_tiles = _DQ_TILES[ahead]
+    return {
         "k": of_heads("h", 1, keys),
         "v": of_heads("d", 1, keys),
         # Both operands of a product have one swizzle.
-        "dz": support.tile((places, keys, rows), dtype, columns["h"]),
-        "dq": support.tile((places, rows, width["h"]), _F32, both),
+        "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
+        "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),
         "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
-        "dq here": plgpu.Barrier(
-            num_barriers=places, num_arrivals=1 if ahead else computing
-        ),
-        "dq read": plgpu.Barrier(num_barriers=places, num_arrivals=1),
+        "dq here": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=computing),
+        "dq read": plgpu.Barrier(num_barriers=dq_tiles, num_arrivals=1),
         **Ring.shared(of_q, stages, readers=computing),
         **Ring.shared(of_do, stages, readers=computing),
     }
-    if ahead:
-        shared["dz here"] = plgpu.Barrier(num_barriers=places, num_arrivals=computing)
-        shared["dz read"] = plgpu.Barrier(num_barriers=places, num_arrivals=1)
-    return shared

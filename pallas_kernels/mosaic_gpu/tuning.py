@@ -150,7 +150,7 @@ def slower(call: Call, programs: float) -> str | None:
 
 
 # Of the backward kernel, by the width of its tiles of heads.
-_BACKWARD = {64: Blocks(64, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
+_BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
 # Part of a tile, at least, that a head must fill: products with the rest are lost.
 # Heads of 80 are 1.07 times as fast as Triton's (NVIDIA H200, 2026-11-24, 4 x 2048,
 # 32 x 80 causal: 067-mosaic-gpu-backward.md); heads of less have not been timed.
@@ -170,9 +170,14 @@ def computes_ahead(width: Mapping[str, int]) -> bool:
     return max(width.values()) <= 128
 
 
-def holds_keys(width: Mapping[str, int]) -> bool:
-    """Whether a warpgroup has registers for its keys and values, as operands."""
-    return max(width.values()) <= 64
+def waits_early(width: Mapping[str, int], spec: AttentionSpec) -> bool:
+    """Whether registers suffice for all exponents of a tile before dp is there.
+
+    Not with dropout beside heads of 64: 204 bytes are spilled, and gradients take 6.4
+    ms in place of 4.3 (NVIDIA H100: 075-what-the-kernels-for-hopper-wait-for.md).
+    """
+    narrow = max(width.values()) <= 64
+    return computes_ahead(width) and not (narrow and spec.dropout is not None)
 
 
 def warps_that_add(width: Mapping[str, int]) -> int:
