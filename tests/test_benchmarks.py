@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.harness import PASSES, Shape
 from benchmarks.programs import JaxPeer, TorchPeer
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 TOY = Shape(2, 64, 2, 2, 16, True, "float32")
 GROUPED = Shape(1, 32, 4, 2, 8, False, "float32")
@@ -341,17 +342,48 @@ MAINS = {
 }
 
 
-def test_kernels_of_a_machine_without_a_gpu():
-    sizes = ["--length=64", "--heads=1", "--head_size=16", "--batch=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels", *sizes, "--seconds=0.01"],
+def ran(name, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
         cwd=records.ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
+
+
+def test_kernels_of_a_machine_without_a_gpu():
+    sizes = ["--length=64", "--heads=1", "--head_size=16", "--batch=1"]
+    done = ran("kernels", *sizes, "--seconds=0.01")
     assert done.returncode == 0, done.stderr
     assert "no kernel of a GPU was seen" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--versions=nothing", "'nothing' is no folder and no commit"),
+        ("--calls=nothing", "no call has one of these words"),
+    ],
+)
+def test_versions_that_there_are_not(flag, message):
+    done = ran("versions", "--small", "--calls=window 1024", flag)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+@deep
+def test_versions_side_by_side(tmp_path):
+    for name in ("jax_flash2", "pallas_kernels"):
+        shutil.copytree(records.ROOT / name, tmp_path / name)
+    versions = f"--versions=.,{tmp_path}"
+    done = ran("versions", "--small", "--calls=window 1024", "--rounds=1", versions)
+    assert done.returncode == 0, done.stderr
+    (header,) = (x for x in done.stdout.splitlines() if x.startswith("call"))
+    assert header == f"call | pass | . | {tmp_path}"
+    rows = [x for x in done.stdout.splitlines() if x.startswith("window 1024")]
+    assert [row.split(" | ")[1] for row in rows] == ["forward", "forward and backward"]
+    assert all(row.split(" | ")[2].endswith("us (1.000)") for row in rows)
 
 
 @pytest.mark.parametrize(
