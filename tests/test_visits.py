@@ -129,7 +129,7 @@ def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
     return np.broadcast_to(True if kept is None else kept, shape)
 
 
-@pytest.mark.parametrize("examples", [8, *deeply(60)])
+@pytest.mark.parametrize("examples", [8, *deeply(30)])
 def test_programs_wait_for_those_before_them(examples):
     settings(max_examples=examples)(given(calls())(_check_order))()
 
