@@ -2,22 +2,23 @@
 
     python -m benchmarks.versions --versions=HEAD~3,HEAD       # commits
     python -m benchmarks.versions --versions=HEAD,.            # and folders
-    python -m benchmarks.versions --versions=HEAD,. --calls=window,dropout
+    python -m benchmarks.versions --versions=HEAD,. --calls="window|128 causal"
 
 Each version is a process. They compile at the same time, and one at a time is timed:
-forward, and both passes of `jax.vjp`, in several rounds over the calls whose names
-contain one of the words given. Prints medians, and ratios to the first version. Results
-are not checked, and no rows are kept.
+forward, and both passes of `jax.vjp`, in several rounds over the calls in whose names
+the regular expression is found. Prints medians, and ratios to the first version.
+Results are not checked, and no rows are kept.
 """
 
 import dataclasses
 import functools
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -29,7 +30,7 @@ from benchmarks.harness import Program
 from benchmarks.records import ROOT
 
 _VERSIONS = flags.DEFINE_list("versions", ["HEAD", "."], "Commits or folders.")
-_CALLS = flags.DEFINE_list("calls", [""], "Words of their names; all if empty.")
+_CALLS = flags.DEFINE_string("calls", "", "A regular expression; all if empty.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of `attention`.")
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
 _ROUNDS = flags.DEFINE_integer("rounds", 2, "Over all calls.", lower_bound=1)
@@ -78,6 +79,10 @@ def _segments(call: Call) -> dict:
     return {"query_segment_ids": ids, "key_value_segment_ids": ids}
 
 
+def _slopes(call: Call) -> dict:
+    return {"alibi_slopes": 2.0 ** -jnp.linspace(1.0, 8.0, call.heads)}
+
+
 def _dropout(call: Call) -> dict:
     return {"dropout_rng": jax.random.key(2)}
 
@@ -111,16 +116,17 @@ CALLS = {
     "mask, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _mask),
     "bias, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _bias),
     "bias, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, {}, _bias),
+    "ALiBi, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _slopes),
     "dropout, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, _DROPS, _dropout),
     "dropout, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, _DROPS, _dropout),
 }
 PASSES = ("forward", "forward_backward")
 
 
-def chosen(words: Sequence[str], small: bool) -> dict[str, Call]:
-    found = {n: x for n, x in CALLS.items() if any(word in n for word in words)}
+def chosen(pattern: str, small: bool) -> dict[str, Call]:
+    found = {n: x for n, x in CALLS.items() if re.search(pattern, n)}
     if not found:
-        raise ValueError(f"--calls={','.join(words)}: no call has one of these words")
+        raise ValueError(f"--calls={pattern}: found in no call's name")
     return {n: x.small() for n, x in found.items()} if small else found
 
 

@@ -363,7 +363,7 @@ def test_kernels_of_a_machine_without_a_gpu():
     ("flag", "message"),
     [
         ("--versions=nothing", "'nothing' is no folder and no commit"),
-        ("--calls=nothing", "no call has one of these words"),
+        ("--calls=nothing", "found in no call's name"),
     ],
 )
 def test_versions_that_there_are_not(flag, message):
