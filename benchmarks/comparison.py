@@ -24,10 +24,11 @@ def measure(
         chosen.results_dir.value,
         commit=chosen.commit.value,
         resume=chosen.resume.value,
+        run_id=chosen.part.run_id.value,
     )
     rows = compare(
         run,
-        shapes,
+        chosen.part.of(shapes),
         [PEERS[name] for name in chosen.peers.value],
         chosen.passes.value,
         rounds=chosen.repeats.value,
@@ -63,7 +64,8 @@ def compare(
     rows = list(run.done)
     if not wanted:
         return rows
-    ceiling = harness.matmul_tflops()
+    with harness.alone():
+        ceiling = harness.matmul_tflops()
     with Progress(len(wanted), "shape") as progress:
         progress.say(f"{run.facts['device']}: matrix product {ceiling:.4g} TFLOP/s")
         for count, shape in enumerate(wanted):
@@ -120,15 +122,20 @@ def _one_shape(shape, peers, passes, rounds) -> Iterable[dict]:
 def _one_pass(shape, which, peers, finishers, failed, expected, *, rounds):
     """Rows of one pass; `failed` says why some peers have no finisher."""
     programs, errors = {}, {}
-    for name, finish in finishers.items():
+
+    def attempt(name, step, kept):
         try:
-            program = finish()
-            got = program.results(program.call())
-            errors[name] = harness.check(got, expected, shape.dtype)
-            programs[name] = program
+            kept[name] = step()
         except Exception as error:  # a peer's failure is a result, not the end
             failed[name] = describe(error)
-    timings, failed_later = harness.time_interleaved(programs, rounds=rounds)
+            programs.pop(name, None)
+
+    for name, finish in finishers.items():
+        attempt(name, finish, programs)
+    with harness.alone():
+        for name, program in list(programs.items()):
+            attempt(name, lambda p=program: _errors(p, expected, shape), errors)
+        timings, failed_later = harness.time_interleaved(programs, rounds=rounds)
     failed = {**failed, **failed_later}
     for peer in peers:
         row = {
@@ -145,6 +152,10 @@ def _one_pass(shape, which, peers, finishers, failed, expected, *, rounds):
             row["memory"] = programs[peer.name].memory
             row["note"] = programs[peer.name].note
         yield row
+
+
+def _errors(program: harness.Program, expected, shape: Shape) -> dict:
+    return harness.check(program.results(program.call()), expected, shape.dtype)
 
 
 def _release() -> None:

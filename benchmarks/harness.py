@@ -237,14 +237,11 @@ class Timing:
 
 
 @contextlib.contextmanager
-def alone(folder: str | None = None) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Waits until no other process is in here: one times, the others compile.
 
     So a benchmark can be divided over processes that see the same GPUs. Where compilers
     autotune on a GPU, as for products of XLA, that still disturbs.
-
-    Args:
-      folder: that the processes share; the one for temporary files if None.
     """
     if not is_gpu():
         yield
@@ -252,7 +249,7 @@ def alone(folder: str | None = None) -> Iterator[None]:
     import fcntl  # not on Windows
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace("/", "-")
-    path = Path(folder or tempfile.gettempdir(), f"jax_flash2-gpus-{visible}.lock")
+    path = Path(tempfile.gettempdir(), f"jax_flash2-gpus-{visible}.lock")
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

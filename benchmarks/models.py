@@ -30,7 +30,7 @@ _PEERS = options.names(
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
 _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
-_PART = flags.DEFINE_string("part", "0/1", "I/N: every N-th call, from number I on.")
+_PART = options.part()
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no call after this long.")
 _RESULTS_DIR, _COMMIT = options.files()
 # Calls whose programs are compiled at the same time, before any of them is timed.
@@ -45,9 +45,13 @@ def batched(calls: list, count: int) -> Iterator[list]:
 
 def main():
     begun = time.monotonic()
-    run = records.Run.start("models", _RESULTS_DIR.value, commit=_COMMIT.value)
+    run = records.Run.start(
+        *("models", _RESULTS_DIR.value),
+        commit=_COMMIT.value,
+        run_id=_PART.run_id.value,
+    )
     calls = [(group, call) for group in _GROUPS.value for call in GROUPS[group]]
-    calls = options.part_of(calls, _PART.value)
+    calls = _PART.of(calls)
     if _SMALL.value:
         calls = [(group, call.small()) for group, call in calls]
     rows = []

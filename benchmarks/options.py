@@ -1,7 +1,7 @@
 """The command line: flags that benchmarks share, defined where called; progress."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from absl import app, flags, logging
@@ -86,12 +86,32 @@ def dtype(default: str) -> flags.FlagHolder:
     )
 
 
-def part_of(calls: list, part: str) -> list:
-    """Every N-th call from number I on, of `I/N`."""
-    found = re.fullmatch(r"(\d+)/(\d+)", part)
-    if found is None or not int(found[1]) < int(found[2]):
-        raise ValueError(f"--part={part}: expected I/N with I less than N, as 0/4")
-    return calls[int(found[1]) :: int(found[2])]
+class Part(NamedTuple):
+    """Flags of benchmarks that processes can divide: they compile beside each other."""
+
+    number: flags.FlagHolder
+    run_id: flags.FlagHolder
+
+    def of(self, calls: Sequence) -> list:
+        """Every N-th call from number I on, of --part=I/N."""
+        found = re.fullmatch(r"(\d+)/(\d+)", self.number.value)
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ValueError(
+                f"--part={self.number.value}: expected I/N with I less than N, as 0/4"
+            )
+        return list(calls[int(found[1]) :: int(found[2])])
+
+
+def part() -> Part:
+    """--part and --run_id."""
+    return Part(
+        flags.DEFINE_string(
+            "part",
+            "0/1",
+            "I/N: every N-th, from number I on. Other processes do others.",
+        ),
+        flags.DEFINE_string("run_id", None, "Of the run that such processes share."),
+    )
 
 
 class Comparison(NamedTuple):
@@ -103,6 +123,7 @@ class Comparison(NamedTuple):
     repeats: flags.FlagHolder
     budget: flags.FlagHolder
     resume: flags.FlagHolder
+    part: Part
     results_dir: flags.FlagHolder
     commit: flags.FlagHolder
 
@@ -121,6 +142,7 @@ def comparison(default_passes: list[str]) -> Comparison:
             False,
             "Carry on with the newest run of the file: same code and machine.",
         ),
+        part(),
         *files(),
     )
 

@@ -94,6 +94,7 @@ class Run:
         *,
         commit: str | None = None,
         resume: bool = False,
+        run_id: str | None = None,
     ) -> "Run":
         """A new run, or the newest one in the file carried on.
 
@@ -102,6 +103,7 @@ class Run:
           results_dir: where the file is; made if need be.
           commit: what to record where git cannot say.
           resume: carry on with the newest run of the file.
+          run_id: of a run that several processes share; None makes one.
 
         Raises:
           ValueError: if the run to carry on is of other code or of another device.
@@ -112,7 +114,7 @@ class Run:
         now = datetime.datetime.now(datetime.UTC)
         mark = "+" if dirty else ""
         facts = {
-            "run_id": f"{now:%Y%m%dT%H%M%SZ}-{found[:9]}{mark}",
+            "run_id": run_id or f"{now:%Y%m%dT%H%M%SZ}-{found[:9]}{mark}",
             "benchmark": benchmark,
             "date": now.isoformat(timespec="seconds"),
             "commit": found,

@@ -7,6 +7,7 @@ from tests.mutant_kernels import of
 ORDER = "tests/test_visits.py -k before_them"
 DOCUMENTS = "tests/test_visits.py -k of_documents"
 SCHEDULE = "tests/test_schedule.py"
+APART = "tests/test_mosaic_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 
 MUTANTS = [
@@ -17,6 +18,33 @@ MUTANTS = [
             "flash2.in_range(state, v.dtype) | beyond",
             "flash2.in_range(state, v.dtype) | (beyond & False)",
             "tests/test_mosaic_interpreted.py -m '' -k dropped_keys",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/__init__.py",
+        (
+            "dq by itself without tables of segments",
+            "dq_kernel(q, k, v, tabled,",
+            "dq_kernel(q, k, v, spec,",
+            APART,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dq.py",
+        (
+            "dq by itself with another vector of rows",
+            'pairs.along(change, "t")',
+            'pairs.along(lse, "t")',
+            APART,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dkv.py",
+        (
+            "dk of probabilities",
+            'refs["dz"].at[slot], q_own',
+            'refs["p"].at[slot], q_own',
+            APART,
         ),
     ),
     *of(

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -220,14 +222,15 @@ def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
 
 def test_one_process_times_at_a_time(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "is_gpu", lambda: True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen = []
 
     def another():
-        with harness.alone(str(tmp_path)):
+        with harness.alone():
             seen.append("another")
 
     with ThreadPoolExecutor() as pool:
-        with harness.alone(str(tmp_path)):
+        with harness.alone():
             later = pool.submit(another)
             with pytest.raises(TimeoutError):
                 later.result(timeout=0.2)
@@ -252,10 +255,13 @@ def test_kernels_and_the_pauses_between_them():
 
 
 def test_part_of_the_calls():
-    assert options.part_of(list(range(7)), "1/3") == [1, 4]
+    def of(part):
+        return options.Part(types.SimpleNamespace(value=part), None).of(range(7))
+
+    assert of("1/3") == [1, 4]
     for part in ("3/3", "1", "a/b"):
         with pytest.raises(ValueError, match="expected I/N"):
-            options.part_of([], part)
+            of(part)
 
 
 def test_integers_on_the_command_line():

@@ -168,16 +168,21 @@ def test_queries_beyond_the_array(dtype, size, any_size, record_property):
 
 
 def test_heads_of_any_size():
-    """The backward kernel has blocks for them, or there is none; nothing raises."""
+    """The backward kernels have blocks for them, or there is none; nothing raises."""
     sizes = range(16, 257, 16)
     for heads in itertools.product(sizes, sizes):
-        width = tuning.head_tiles(dict(zip("hd", heads, strict=True)))
+        size = dict(zip("hd", heads, strict=True))
+        width = tuning.head_tiles(size)
         blocks = tuning.of_backward(heads)
         assert tuning.computes_ahead(width) == (max(heads) <= 128)
-        if blocks is not None:
+        if tuning.makes_dq_apart(size):
+            assert blocks == tuning.DKV_APART
+            assert all(x % 32 == 0 for x in width.values())
+        elif blocks is not None:
             assert max(heads) <= 192 and sum(width.values()) <= 320
 
 
+WIDE = [(192, 128), (160, 160), (256, 256), (200, 72)]
 OF_WIDE_HEADS = (
     *("plain", "window_offset", "lengths_causal", "segments_causal_gqa"),
     *("alibi_batch", "sinks", "scale_data", "dropout", "mask_full", "bias_shared"),
@@ -186,7 +191,7 @@ OF_WIDE_HEADS = (
 
 
 @on_hopper
-@pytest.mark.parametrize("heads", [(192, 128), (160, 160)], ids=["192_128", "160"])
+@pytest.mark.parametrize("heads", WIDE, ids=["_".join(map(str, x)) for x in WIDE])
 @pytest.mark.parametrize("name", OF_WIDE_HEADS)
 def test_error_rule_of_wide_heads(name, heads, any_size, record_property):
     h, d = heads

@@ -42,7 +42,7 @@ def test_blocks_lower(blocks):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("causal", 1), ("head_192_128", 2), ("head_256", 1)]
+    ("name", "kernels"), [("causal", 1), ("head_192_128", 2), ("head_256", 3)]
 )
 def test_many_tiles_a_program_lower(name, kernels, multiprocessors):
     multiprocessors(3)

@@ -46,6 +46,9 @@ DEEP = [
 ]
 
 
+HEADS = [(128, 128), (192, 128), (256, 256), (200, 72)]
+
+
 @pytest.mark.parametrize("name", [*FIRST, *deeply(*dict.fromkeys(DEEP))])
 def test_error_rule(name, monkeypatch, record_property):
     mosaic_interpreter.install(monkeypatch)
@@ -54,11 +57,22 @@ def test_error_rule(name, monkeypatch, record_property):
 
 
 @deep
-@pytest.mark.parametrize("heads", [(128, 128), (192, 128)], ids=["128", "192_128"])
+@pytest.mark.parametrize("heads", HEADS, ids=["_".join(map(str, x)) for x in HEADS])
 def test_wider_heads(heads, monkeypatch, record_property):
     mosaic_interpreter.install(monkeypatch)
     h, d = heads
     case = dataclasses.replace(by_name("lengths_causal").full(), h=h, d=d)
+    assert "query" in check(case, record_property)
+
+
+@deep
+@pytest.mark.parametrize(
+    "name", ["segments_causal_gqa", "dropout_bias", "window_offset", "alibi_two_sided"]
+)
+def test_gradients_apart(name, monkeypatch, record_property):
+    """Of heads above 192, each by a kernel of its own."""
+    mosaic_interpreter.install(monkeypatch)
+    case = with_heads(by_name(name).full(), 208)
     assert "query" in check(case, record_property)
 
 
@@ -80,10 +94,12 @@ def test_dropped_keys_never_come_through(monkeypatch):
 
 
 @deep
-@pytest.mark.parametrize("head", [64, 128])
-def test_barriers_order_all_accesses(head, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "head"), [("causal", 64), ("causal", 128), ("plain", 256)]
+)
+def test_barriers_order_all_accesses(name, head, monkeypatch):
     mosaic_interpreter.install(monkeypatch, races=True)
-    case = with_heads(by_name("causal").full(), head)
+    case = with_heads(by_name(name).full(), head)
     arrays, arguments = case.inputs(jnp.bfloat16)
     cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
     found = mosaic_interpreter.evaluate(arrays, cotangents, arguments)

@@ -17,6 +17,8 @@ from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import dropout, memory, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
+from pallas_kernels.mosaic_gpu.dkv import dkv as dkv_kernel
+from pallas_kernels.mosaic_gpu.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -85,12 +87,16 @@ def division(call: Call, /) -> tuple[str, ...]:
 def forward(q, k, v, spec, outputs, *, config, precision):
     """Output and log-sum-exp (`backend.Backend`)."""
     blocks = _blocks(Call(q, k, v, spec, config, precision))
-    size = sizes([q, k])
-    rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
-    spec = spec.with_table("s", *rows)
+    spec = _with_table(spec, blocks, sizes([q, k]))
     v = spec.without_dropped(spec.without_padding(v))
     launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
+
+
+def _with_table(spec, blocks: Blocks, size):
+    """The spec with what says which blocks of keys those of queries meet."""
+    rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
+    return spec.with_table("s", *rows)
 
 
 def other_backward(call: Call, /) -> str | None:
@@ -143,15 +149,22 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     # With a bias, rows of zeros beyond the array have scores of any size.
     padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)
     of_q, of_k, of_v, *rest = outputs
-    launch = _backward_launch(Call(q, k, v, spec, config, precision))
+    call = Call(q, k, v, spec, config, precision)
+    launch = _backward_launch(call)
     assert launch is not None  # else `other_backward`
-    wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
-    dq, dk, dv = backward_kernel(
-        q, k, v, spec, (padded, delta, do), (wide, of_k, of_v), launch=launch
-    )
-    axes = [None if a == "h" else a for a in of_q.axes]
-    dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
-    gradients = [dq.astype(of_q.dtype), dk, dv]
+    operands = q, k, v, spec, (padded, delta, do)
+    if tuning.makes_dq_apart(call.size):
+        of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART)
+        tabled = _with_table(spec, of_dq.blocks, call.size)
+        dq = dq_kernel(q, k, v, tabled, operands[-1], of_q, launch=of_dq)
+        gradients = [dq, *dkv_kernel(*operands, (of_k, of_v), launch=launch)]
+    else:
+        wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
+        outputs = wide, of_k, of_v
+        dq, *of_keys = backward_kernel(*operands, outputs, launch=launch)
+        axes = [None if a == "h" else a for a in of_q.axes]
+        dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
+        gradients = [dq.astype(of_q.dtype), *of_keys]
     if sink is not None:
         gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
     return gradients

@@ -77,8 +77,7 @@ def backward(
     of_q, *of_kv = outputs
     results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
     width = tuning.head_tiles(layout.size)
-    elements = {x: memory.head_elements(layout.size[x]) for x in "hd"}
-    wider = {x: width[x] for x, n in elements.items() if n < width[x]}
+    elements, wider = memory.of_tiles(layout.size, width)
     rows, keys = blocks.block_q, blocks.block_kv
     computing = keys // ROWS
     parts = _parts_of_dq(rows, width["h"], computing)
@@ -152,11 +151,9 @@ def backward(
             block_sum = plgpu.ACC((ROWS, rows), _F32)
 
             def tiles_of_keys(tile):
-                # Their index is 0. If the compiler knew, it would hold addresses in
-                # registers, of which there are none to spare.
-                zero = lax.shift_right_logical(tile, jnp.int32(30))
-                k_block = refs["k"].at[zero]
-                return k_block, k_block.at[mine], refs["v"].at[zero, mine]
+                at = support.as_if_varying(0, tile)
+                k_block = refs["k"].at[at]
+                return k_block, k_block.at[mine], refs["v"].at[at, mine]
 
             def vector(name, tile):
                 return support.load_vector(ring.tile(name, tile), 1, shared=True)

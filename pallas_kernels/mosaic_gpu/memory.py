@@ -303,6 +303,14 @@ def head_elements(size: int) -> int:
     return _padded(size, _TILES["h"])
 
 
+def of_tiles(
+    size: Mapping[str, int], width: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of heads in tiles of some width, and the widths of tiles beyond them."""
+    elements = {name: head_elements(size[name]) for name in _HEADS}
+    return elements, {x: width[x] for x, n in elements.items() if n < width[x]}
+
+
 def call(
     kernel: Callable,
     grid: Layout,

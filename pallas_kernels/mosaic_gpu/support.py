@@ -162,6 +162,15 @@ def unknown(number: jax.Array) -> jax.Array:
     return move(number)
 
 
+def as_if_varying(index, i):
+    """`index`, as if it changed with a loop's variable i, a number below 2^30.
+
+    Else the compiler holds addresses of all parts of a tile in registers, of which
+    there are none to spare.
+    """
+    return index + lax.shift_right_logical(i, jnp.int32(30))
+
+
 def named_barrier(instruction: str, number, warpgroups: int) -> None:
     """PTX `bar.sync` or `bar.arrive` of one of a block's 16 barriers.
 

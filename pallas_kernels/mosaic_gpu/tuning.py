@@ -151,6 +151,8 @@ def slower(call: Call, programs: float) -> str | None:
 
 # Of the backward kernel, by the width of its tiles of heads.
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
+# Of gradients in kernels of their own, for heads of up to 256.
+DQ_APART, DKV_APART = Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)
 # Part of a tile, at least, that a head must fill: products with the rest are lost.
 # Heads of 80 are 1.07 times as fast as Triton's (NVIDIA H200, 2026-11-24, 4 x 2048,
 # 32 x 80 causal: 067-mosaic-gpu-backward.md); heads of less have not been timed.
@@ -158,11 +160,22 @@ _FILLED = 0.62
 
 
 def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
-    """Widths of the tiles of heads in the backward kernel, of keys and of values."""
+    """Widths of the tiles of heads in the backward kernels, of keys and of values."""
     largest = max(size["h"], size["d"])
     if largest <= 128:
         return dict.fromkeys("hd", 64 if largest <= 64 else 128)
-    return {"h": -(-size["h"] // 32) * 32, "d": -(-size["d"] // 16) * 16}
+    d = 32 if makes_dq_apart(size) else 16
+    return {"h": _multiple(size["h"], 32), "d": _multiple(size["d"], d)}
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+def makes_dq_apart(size: Mapping[str, int]) -> bool:
+    """Whether the gradients of a head are too many registers for one kernel."""
+    h, d = _multiple(size["h"], 32), _multiple(size["d"], 16)
+    return max(h, d) > 192 or h + d > 320
 
 
 def computes_ahead(width: Mapping[str, int]) -> bool:
@@ -190,11 +203,14 @@ def warps_that_add(width: Mapping[str, int]) -> int:
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:
-    """Blocks of the backward kernel; None of heads that do not fit it, or not well."""
-    width = head_tiles(dict(zip("hd", heads, strict=True)))
+    """Blocks of the backward kernel; None of heads that do not fit it, or not well.
+
+    Of `dkv`, where it has a kernel of its own.
+    """
+    size = dict(zip("hd", heads, strict=True))
+    width = head_tiles(size)
     if not computes_ahead(width):
-        fits = max(width.values()) <= 192 and sum(width.values()) <= 320
-        return _BACKWARD[128] if fits else None
+        return DKV_APART if makes_dq_apart(size) else _BACKWARD[128]
     fits = sum(heads) >= _FILLED * sum(width.values())
     return _BACKWARD[max(width.values())] if fits else None
 
