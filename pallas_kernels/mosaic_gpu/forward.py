@@ -170,7 +170,8 @@ def forward(
                 def issue(qk):
                     ring.wait("k", i)
                     turns.wait(me)
-                    plgpu.wgmma(qk, q_tile, support.transposed(ring.tile("k", i)))
+                    own = refs["q"].at[support.as_if_varying(me, i)]
+                    plgpu.wgmma(qk, own, support.transposed(ring.tile("k", i)))
                     if before is not None:
                         before()
                     turns.pass_on(me)
@@ -211,6 +212,7 @@ def forward(
                     return here.scores_of(qk, q.dtype), left
 
                 def edge(i, state):
+                    i = support.unknown(i)
                     m, total, p = state
                     found, left = scores(True, i, lambda: add(i - 1, p))
                     m, alpha, p = flash2.update(m, found, arithmetic)
@@ -220,6 +222,7 @@ def forward(
                     return m, total, left(p)
 
                 def other(masked, shift, i, state):
+                    i = support.unknown(i)
                     total, p = state
                     found, left = scores(masked, i, lambda: add(i - 1, p))
                     exp2 = {"exp2": support.exp2_of_masked} if masked else {}
