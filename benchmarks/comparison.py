@@ -1,12 +1,13 @@
 """Peers side by side in one run: checked, timed interleaved, written down."""
 
+import dataclasses
 import gc
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 from benchmarks import harness, options, records, tables
 from benchmarks.harness import Shape, describe
@@ -26,12 +27,14 @@ def measure(
         resume=chosen.resume.value,
         run_id=chosen.part.run_id.value,
     )
+    shapes = chosen.part.of(shapes)
     rows = compare(
         run,
-        chosen.part.of(shapes),
+        shapes,
         [PEERS[name] for name in chosen.peers.value],
         chosen.passes.value,
         rounds=chosen.repeats.value,
+        together=1 if chosen.part.is_whole else max(1, len(shapes)),
         budget_seconds=chosen.budget.value,
     )
     print(f"\n{run.path}\n\n{tables.comparison(rows)}")
@@ -44,6 +47,7 @@ def compare(
     passes: Sequence[str],
     *,
     rounds: int,
+    together: int = 1,
     budget_seconds: float | None = None,
 ) -> list[dict]:
     """Times every pass of every peer on every shape; each row is written at once.
@@ -54,6 +58,8 @@ def compare(
       run: takes the rows; shapes that it has done already are not done again.
       shapes, peers, passes: what to compare.
       rounds: batches of calls of each peer and pass; their median counts.
+      together: so many shapes are compiled before the first of them is timed. Their
+        operands lie on the GPU meanwhile.
       budget_seconds: no further shape is begun after this long.
 
     Returns:
@@ -66,26 +72,35 @@ def compare(
         return rows
     with harness.alone():
         ceiling = harness.matmul_tflops()
-    with Progress(len(wanted), "shape") as progress:
+    left = len(wanted)
+    with Progress(left, "shape") as progress:
         progress.say(f"{run.facts['device']}: matrix product {ceiling:.4g} TFLOP/s")
-        for count, shape in enumerate(wanted):
+        for group in harness.batched(wanted, together):
             spent = time.monotonic() - begun
             if budget_seconds is not None and spent > budget_seconds:
                 progress.say(
                     f"{spent:.0f} s are spent, of {budget_seconds:.0f}: "
-                    f"{len(wanted) - count} shapes not begun, from {shape} on"
+                    f"{left} shapes not begun, from {group[0]} on"
                 )
                 break
-            for row in _one_shape(shape, peers, passes, rounds):
-                rows.append(run.write({**row, "matmul_tflops": ceiling}))
-            _release()
-            progress.step(f"{shape} ({time.monotonic() - begun - spent:.1f} s)")
+            left -= len(group)
+            with harness.compiling():
+                compiled = _compiled(group, peers, passes)
+            while compiled:
+                one = compiled.pop(0)
+                for which in passes:
+                    with harness.alone():
+                        found = list(_one_pass(one, which, peers, rounds))
+                    for row in found:
+                        rows.append(run.write({**row, "matmul_tflops": ceiling}))
+                    one.forget(which)
+                progress.step(f"{one.shape} ({time.monotonic() - begun:.0f} s)")
     return rows
 
 
 def _is_done(run, shape, peers, passes) -> bool:
     done = {records.key(row) for row in run.done}
-    about = {"shape": asdict(shape)}
+    about = {"shape": dataclasses.asdict(shape)}
     return all(
         records.key({**about, "pass": which, "peer": peer.name}) in done
         for which in passes
@@ -93,53 +108,67 @@ def _is_done(run, shape, peers, passes) -> bool:
     )
 
 
-def _one_shape(shape, peers, passes, rounds) -> Iterable[dict]:
-    operands = shape.operands()
-    expected = harness.reference(shape, operands)
-    started, failures = {}, {}
-    # Leaving the pool waits for the compiler: its autotuning runs on the same GPU, and
-    # would slow whatever is timed beside it.
+@dataclasses.dataclass
+class _Compiled:
+    """Programs of a shape, by pass and peer.
+
+    Attributes:
+      shape: what they are of.
+      expected: of their results, by `harness.reference`.
+      finishers: what `JaxPeer.start` gave.
+      failures: why others are missing.
+    """
+
+    shape: Shape
+    expected: dict
+    finishers: dict[tuple[str, str], Callable[[], harness.Program]]
+    failures: dict[tuple[str, str], str]
+
+    def forget(self, which: str) -> None:
+        """Gives back what a pass keeps on the GPU, for the other peers."""
+        self.finishers = {k: x for k, x in self.finishers.items() if k[0] != which}
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _compiled(shapes, peers, passes) -> list[_Compiled]:
+    """Of some shapes, compiled side by side."""
+    found = []
+    # Leaving the pool waits for the compiler.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for which in passes:
-            for peer in peers:
+        for shape in shapes:
+            operands = shape.operands()
+            one = _Compiled(shape, harness.reference(shape, operands), {}, {})
+            for which, peer in itertools.product(passes, peers):
+                at = which, peer.name
                 try:
-                    finish = peer.start(shape, operands, which, pool)
-                    started[which, peer.name] = finish
+                    one.finishers[at] = peer.start(shape, operands, which, pool)
                 except Exception as error:  # a peer's failure is a result, not the end
-                    failures[which, peer.name] = describe(error)
-    for which in passes:
-        failed = {name: text for (w, name), text in failures.items() if w == which}
-        finishers = {name: f for (w, name), f in started.items() if w == which}
-        yield from _one_pass(
-            shape, which, peers, finishers, failed, expected, rounds=rounds
-        )
-        # What the backward keeps is not needed any more.
-        started = {key: f for key, f in started.items() if key[0] != which}
-        del finishers
-        _release()
+                    one.failures[at] = describe(error)
+            found.append(one)
+    return found
 
 
-def _one_pass(shape, which, peers, finishers, failed, expected, *, rounds):
-    """Rows of one pass; `failed` says why some peers have no finisher."""
-    programs, errors = {}, {}
-
-    def attempt(name, step, kept):
+def _one_pass(one: _Compiled, which: str, peers, rounds: int) -> Iterable[dict]:
+    """Rows of a pass."""
+    shape, programs, errors = one.shape, {}, {}
+    failed = {name: text for (w, name), text in one.failures.items() if w == which}
+    finishers = {name: f for (w, name), f in one.finishers.items() if w == which}
+    for name, finish in finishers.items():
         try:
-            kept[name] = step()
+            program = finish()
+            got = program.results(program.call())
+            errors[name] = harness.check(got, one.expected, shape.dtype)
+            programs[name] = program
         except Exception as error:  # a peer's failure is a result, not the end
             failed[name] = describe(error)
-            programs.pop(name, None)
-
-    for name, finish in finishers.items():
-        attempt(name, finish, programs)
-    with harness.alone():
-        for name, program in list(programs.items()):
-            attempt(name, lambda p=program: _errors(p, expected, shape), errors)
-        timings, failed_later = harness.time_interleaved(programs, rounds=rounds)
+    timings, failed_later = harness.time_interleaved(programs, rounds=rounds)
     failed = {**failed, **failed_later}
     for peer in peers:
         row = {
-            "shape": asdict(shape),
+            "shape": dataclasses.asdict(shape),
             "pass": which,
             "peer": peer.name,
             "failure": failed.get(peer.name),
@@ -152,15 +181,3 @@ def _one_pass(shape, which, peers, finishers, failed, expected, *, rounds):
             row["memory"] = programs[peer.name].memory
             row["note"] = programs[peer.name].note
         yield row
-
-
-def _errors(program: harness.Program, expected, shape: Shape) -> dict:
-    return harness.check(program.results(program.call()), expected, shape.dtype)
-
-
-def _release() -> None:
-    """Gives memory that is not used any more back to the GPU, for the other peers."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -65,6 +65,7 @@ _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no case after this long.")
 _RESUME = flags.DEFINE_bool("resume", False, "Carry on with the newest run.")
+_PART = options.part()
 _RESULTS_DIR, _COMMIT = options.files()
 
 _TINY_ROWS, _TINY_STRIPE = 64, 16
@@ -121,9 +122,20 @@ def cases() -> list[Case]:
     return found
 
 
-def _programs(case: Case, small: Case, peers, new, which: str) -> list[tuple]:
+def _wanted(done: Collection[str], peers) -> dict[Case, tuple[Case, list[str]]]:
+    """Cases that are not done, each with the one to check and the passes."""
+    found = {}
+    for case in _PART.of(cases()):
+        passes = [x for x in _PASSES.value if not _is_done(done, case, x, peers)]
+        if passes:
+            small = case.resized(case.parts, min(case.rows, _CHECK_ROWS.value))
+            found[case] = small, passes
+    return found
+
+
+def _programs(case: Case, small: Case, peers, which: str) -> list[tuple]:
     """Of the check and of the timing."""
-    found = [(small, peer, which) for peer in new]
+    found = [(small, peer, which) for peer in context_rows.to_check(case, peers)]
     return found + context_rows.programs_of(case, peers, which)
 
 
@@ -154,10 +166,22 @@ def main():
     begun = time.monotonic()
     peers = [context_peers.PEERS[name] for name in _chosen_peers()]
     run = records.Run.start(
-        "context", _RESULTS_DIR.value, commit=_COMMIT.value, resume=_RESUME.value
+        *("context", _RESULTS_DIR.value),
+        commit=_COMMIT.value,
+        resume=_RESUME.value,
+        run_id=_PART.run_id.value,
     )
-    rows, wanted = list(run.done), cases()
+    rows = list(run.done)
     done = {records.key(row) for row in rows}
+    wanted = _wanted(done, peers)
+    print(f"compiling programs of {len(wanted)} cases", flush=True)
+    with harness.compiling():
+        context_rows.compile_together(
+            x
+            for case, (small, passes) in wanted.items()
+            for which in passes
+            for x in _programs(case, small, peers, which)
+        )
     with harness.alone():
         ceiling = harness.matmul_tflops()
     checked: dict[Case, dict] = {}
@@ -166,22 +190,17 @@ def main():
             f"{jax.device_count()} x {run.facts['device']}: "
             f"matrix product {ceiling:.4g} TFLOP/s"
         )
-        for count, case in enumerate(wanted):
+        for count, (case, (small, passes)) in enumerate(wanted.items()):
             spent = time.monotonic() - begun
             if _BUDGET.value is not None and spent > _BUDGET.value:
                 progress.say(f"{spent:.0f} s: {len(wanted) - count} cases not begun")
                 break
-            passes = [x for x in _PASSES.value if not _is_done(done, case, x, peers)]
-            small = case.resized(case.parts, min(case.rows, _CHECK_ROWS.value))
             known = checked.setdefault(small, {})
             new = [
                 peer
                 for peer in context_rows.to_check(case, peers)
                 if any((peer.name, which) not in known for which in passes)
             ]
-            context_rows.compile_together(
-                x for which in passes for x in _programs(case, small, peers, new, which)
-            )
             with harness.alone():
                 if new:
                     found = context_rows.errors(small, new, passes)
@@ -195,7 +214,6 @@ def main():
                         ceiling=ceiling,
                     ):
                         rows.append(run.write({**row, "matmul_tflops": ceiling}))
-            context_rows.forget()
             progress.step(f"{case} ({time.monotonic() - begun - spent:.1f} s)")
     print(f"\n{run.path}\n\n{context(rows)}")
     try:

@@ -237,12 +237,8 @@ class Timing:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Waits until no other process is in here: one times, the others compile.
-
-    So a benchmark can be divided over processes that see the same GPUs. Where compilers
-    autotune on a GPU, as for products of XLA, that still disturbs.
-    """
+def _gpus_locked(kind: str) -> Iterator[None]:
+    """Where processes see the same GPUs; "LOCK_SH" or "LOCK_EX" of `fcntl`."""
     if not is_gpu():
         yield
         return
@@ -251,8 +247,29 @@ def alone() -> Iterator[None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace("/", "-")
     path = Path(tempfile.gettempdir(), f"jax_flash2-gpus-{visible}.lock")
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, getattr(fcntl, kind))
         yield
+
+
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """Beside other processes that compile, while none of them times.
+
+    So a benchmark can be divided over processes: they compile all they need beside each
+    other, then one after another times (`alone`). Compilers load the processor, which
+    calls need, too, and may autotune on the GPU.
+    """
+    return _gpus_locked("LOCK_SH")
+
+
+def alone() -> contextlib.AbstractContextManager[None]:
+    """While no other process times or compiles (`compiling`)."""
+    return _gpus_locked("LOCK_EX")
+
+
+def batched(found: Sequence, count: int) -> Iterator[Sequence]:
+    """Of `count` each, the last one of what is left."""
+    for first in range(0, len(found), count):
+        yield found[first : first + count]
 
 
 def _seconds(program: Program, calls: int) -> float:

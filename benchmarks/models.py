@@ -16,7 +16,6 @@ ratio to the best of jax.nn, its lowest and its geometric mean. Rows go to
 """
 
 import time
-from collections.abc import Iterator
 
 from absl import flags
 
@@ -34,13 +33,7 @@ _PART = options.part()
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no call after this long.")
 _RESULTS_DIR, _COMMIT = options.files()
 # Calls whose programs are compiled at the same time, before any of them is timed.
-_TOGETHER = 8
-
-
-def batched(calls: list, count: int) -> Iterator[list]:
-    """Of `count` calls, the last one of what is left."""
-    for first in range(0, len(calls), count):
-        yield calls[first : first + count]
+_TOGETHER = 12
 
 
 def main():
@@ -56,15 +49,16 @@ def main():
         calls = [(group, call.small()) for group, call in calls]
     rows = []
     with options.Progress(len(calls), "call") as progress:
-        for together in batched(calls, _TOGETHER):
+        for together in harness.batched(calls, _TOGETHER):
             if _BUDGET.value and time.monotonic() - begun > _BUDGET.value:
                 name = together[0][1].name
                 progress.say(f"no time is left for {name} and what comes after")
                 break
             dtype, rounds = _DTYPE.value, _REPEATS.value
             own_calls = [call for _, call in together]
-            compiling = model_rows.started(own_calls, dtype, _PEERS.value)
-            for (group, call), own in zip(together, compiling, strict=True):
+            with harness.compiling():
+                compiled = model_rows.started(own_calls, dtype, _PEERS.value)
+            for (group, call), own in zip(together, compiled, strict=True):
                 with harness.alone():
                     found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
                 rows += [run.write(row) for row in found]

@@ -87,19 +87,28 @@ def dtype(default: str) -> flags.FlagHolder:
 
 
 class Part(NamedTuple):
-    """Flags of benchmarks that processes can divide: they compile beside each other."""
+    """Flags of benchmarks that processes can divide: see `harness.compiling`."""
 
     number: flags.FlagHolder
     run_id: flags.FlagHolder
 
     def of(self, calls: Sequence) -> list:
-        """Every N-th call from number I on, of --part=I/N."""
+        """Those of part I of N, of --part=I/N."""
+        number, count = self._numbers()
+        first, end = (i * len(calls) // count for i in (number, number + 1))
+        return list(calls[first:end])
+
+    @property
+    def is_whole(self) -> bool:
+        return self._numbers()[1] == 1
+
+    def _numbers(self) -> tuple[int, int]:
         found = re.fullmatch(r"(\d+)/(\d+)", self.number.value)
         if found is None or not int(found[1]) < int(found[2]):
             raise ValueError(
                 f"--part={self.number.value}: expected I/N with I less than N, as 0/4"
             )
-        return list(calls[int(found[1]) :: int(found[2])])
+        return int(found[1]), int(found[2])
 
 
 def part() -> Part:
@@ -108,7 +117,7 @@ def part() -> Part:
         flags.DEFINE_string(
             "part",
             "0/1",
-            "I/N: every N-th, from number I on. Other processes do others.",
+            "I/N: part I of N, from 0 on. Other processes do others.",
         ),
         flags.DEFINE_string("run_id", None, "Of the run that such processes share."),
     )

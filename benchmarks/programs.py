@@ -167,10 +167,11 @@ class TorchPeer:
     def start(
         self, shape: Shape, operands: Sequence[jax.Array], which: str, pool: Executor
     ) -> Callable[[], Program]:
-        """As `JaxPeer.start`; there is nothing to compile."""
+        """As `JaxPeer.start`. Torch compiles at a first call, which is made here."""
         del pool
         attention = functools.partial(self.load(), causal=shape.causal)
-        return functools.partial(self._program, attention, shape, operands, which)
+        program = self._program(attention, shape, operands, which)
+        return lambda: program
 
     def _program(self, attention, shape, operands, which) -> Program:
         import torch

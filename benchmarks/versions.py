@@ -162,11 +162,12 @@ def timed(folder: Path) -> None:
     )
     calls = chosen(_CALLS.value, _SMALL.value)
     compiled, seconds = {}, {}
-    for name, call in calls.items():
-        try:
-            compiled[name] = programs(call, attention)
-        except Exception as error:  # a call's failure is a result, not the end
-            print(json.dumps({"call": name, "failure": harness.describe(error)}))
+    with harness.compiling():
+        for name, call in calls.items():
+            try:
+                compiled[name] = programs(call, attention)
+            except Exception as error:  # a call's failure is a result, not the end
+                print(json.dumps({"call": name, "failure": harness.describe(error)}))
     for _ in range(_ROUNDS.value):
         for name, own in compiled.items():
             with harness.alone():

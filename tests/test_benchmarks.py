@@ -220,23 +220,26 @@ def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
     assert failures == {"c": "RuntimeError: late"}
 
 
-def test_one_process_times_at_a_time(monkeypatch, tmp_path):
+def test_one_process_times_while_none_compiles(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "is_gpu", lambda: True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen = []
 
-    def another():
+    def times(name):
         with harness.alone():
-            seen.append("another")
+            seen.append(name)
 
     with ThreadPoolExecutor() as pool:
-        with harness.alone():
-            later = pool.submit(another)
-            with pytest.raises(TimeoutError):
-                later.result(timeout=0.2)
-            seen.append("one")
-        later.result(timeout=30)
-    assert seen == ["one", "another"]
+        for name, context in (("one", harness.alone), ("two", harness.compiling)):
+            with context():
+                later = pool.submit(times, f"after {name}")
+                with pytest.raises(TimeoutError):
+                    later.result(timeout=0.2)
+                seen.append(name)
+            later.result(timeout=30)
+        with harness.compiling(), harness.compiling():
+            seen.append("two compile")
+    assert seen == ["one", "after one", "two", "after two", "two compile"]
 
 
 def test_kernels_and_the_pauses_between_them():
@@ -258,7 +261,7 @@ def test_part_of_the_calls():
     def of(part):
         return options.Part(types.SimpleNamespace(value=part), None).of(range(7))
 
-    assert of("1/3") == [1, 4]
+    assert [list(of(f"{i}/3")) for i in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     for part in ("3/3", "1", "a/b"):
         with pytest.raises(ValueError, match="expected I/N"):
             of(part)
