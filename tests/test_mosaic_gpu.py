@@ -104,8 +104,13 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
     assert _choice((8, 1024, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
-    window = {"is_causal": True, "local_window_size": (512, 0)}
-    assert _choice((8, 2048, 16, 128), **window) == "triton"
+    assert _choice((16, 1024, 8, 256), is_causal=True) == "mosaic_gpu"
+    assert _choice((32, 512, 8, 256), is_causal=True) == "triton"
+    assert _choice((32, 512, 21, 96), is_causal=True) == "mosaic_gpu"
+    for size, chosen in ((511, "mosaic_gpu"), (255, "triton")):
+        window = {"is_causal": True, "local_window_size": (size, 0)}
+        assert _choice((4, 4096, 16, 128), **window) == chosen
+        assert _choice((4, 4096, 32, 64), **window) == "triton"
 
 
 def _features(rows: int) -> dict[str, dict]:

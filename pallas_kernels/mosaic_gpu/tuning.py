@@ -111,10 +111,12 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
 
 
 # Keys, about, that a query looks at, from which on these kernels are faster, by the
-# largest head size: a program's start and end are then little of its time. Sizes other
-# than 64 and 128 have not been timed with fewer, nor have windows, lengths, masks,
-# biases and dropout.
-_FEWEST_KEYS = {127: 1024, 128: 256, 256: 1024}
+# largest head size: a program's start and end are then little of its time. Timed at
+# heads of 64, 96, 128 and 256, and windows at 128 (NVIDIA H100, 2026-11-25:
+# 068-several-tiles-a-program.md). Lengths, masks, biases and dropout have not been timed
+# with fewer.
+_FEWEST_KEYS = {95: 1024, 128: 256, 256: 512}
+_FEWEST_OF_WINDOWS = 450
 _FEWEST_OF_OTHERS = 1024
 # Query rows: those of a block. Fewer leave warpgroups without work; the Triton kernels
 # then have smaller blocks, take the heads of a group as rows and divide the keys.
@@ -140,7 +142,9 @@ def slower(call: Call, programs: float) -> str | None:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
     fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
     timed = spec.rows_are_sorted and spec.dropout is None and spec.score.bias is None
-    if spec.is_windowed or not timed:
+    if spec.is_windowed:
+        fewest = max(fewest, _FEWEST_OF_WINDOWS)
+    if not timed:
         fewest = _FEWEST_OF_OTHERS
     if keys < fewest:
         return f"about {keys} keys for a query are few"
