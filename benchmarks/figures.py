@@ -14,7 +14,14 @@ from pathlib import Path
 
 from absl import flags
 
-from benchmarks import context_tables, cost_tables, options, records, tables
+from benchmarks import (
+    context_tables,
+    cost_tables,
+    model_tables,
+    options,
+    records,
+    tables,
+)
 from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS
 
@@ -29,7 +36,10 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "features": cost_tables.features,
     "cpu": cost_tables.cpu,
     "context": context_tables.context,
+    "models": model_tables.models,
 }
+# Shorter ones, for the README.
+OVERVIEWS = {"attention": tables.overview, "models": model_tables.overview}
 NOT_MEASURED = "Not measured yet."
 DOCUMENTS = ("README.md", "benchmarks/RESULTS.md")
 # Colours of Okabe and Ito, told apart by the colour-blind, Tol's indigo, and greys; the
@@ -291,17 +301,17 @@ PLOTS = {
 
 
 def sections(results_dir: Path) -> dict[str, str]:
-    """Markdown of every benchmark, and the README's `overview`.
+    """Markdown of every benchmark, and overviews: `attention_overview` and so on.
 
     Of one without results it says so.
     """
-    found = dict.fromkeys([*TABLES, "overview"], NOT_MEASURED)
+    found = {}
     for name, table in TABLES.items():
         rows = records.newest(results_dir, name)
-        if rows:
-            found[name] = table(rows)
-        if rows and name == "attention":
-            found["overview"] = tables.overview(rows)
+        found[name] = table(rows) if rows else NOT_MEASURED
+        if name in OVERVIEWS:
+            short = OVERVIEWS[name](rows) if rows else NOT_MEASURED
+            found[f"{name}_overview"] = short
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -18,7 +17,6 @@ from benchmarks import harness, programs
 from benchmarks.harness import Program
 from benchmarks.model_calls import Call
 from benchmarks.peers import OURS
-from benchmarks.tables import markdown
 
 # A result is wrong if it is off by more than this part of its largest element.
 _TOLERANCE = 2.0**-5
@@ -104,8 +102,6 @@ PEERS: dict[str, Callable] = {
     "xla": _jax_nn("xla"),
     "tokamax": _tokamax,
 }
-JAX_NN = ("cudnn", "xla")
-LABELS = {"cudnn": "cuDNN", "xla": "XLA"}
 
 
 def passes(call: Call, attention: Callable) -> dict[str, Callable]:
@@ -244,56 +240,3 @@ def rows_of(
                 row |= {"wrong": is_wrong[name], "memory": memory[name]}
             rows.append(row)
     return rows
-
-
-def _best(cells: Mapping[str, dict], names: Sequence[str]) -> tuple[str, float] | None:
-    found = [
-        (row["seconds"], name)
-        for name, row in cells.items()
-        if name in names and "seconds" in row and not row["wrong"]
-    ]
-    seconds, name = min(found, default=(math.nan, ""))
-    return (name, seconds) if name else None
-
-
-def _time(row: Mapping) -> str:
-    if "seconds" not in row:
-        return "-"
-    return f"{1e6 * row['seconds']:.4g}{' WRONG' if row['wrong'] else ''}"
-
-
-def table(rows: Sequence[Mapping]) -> str:
-    """Microseconds and ratios, by call; then the ratios of each group."""
-    cells: dict[tuple, dict] = {}
-    for row in rows:
-        at = row["group"], row["call"], row["sizes"], row["pass"]
-        cells.setdefault(at, {})[row["peer"]] = dict(row)
-    lines, ratios = [], {}
-    for (group, name, sizes, which), at in cells.items():
-        best, tokamax = _best(at, JAX_NN), _best(at, ["tokamax"])
-        ours = _best(at, [OURS])
-        line = [name, sizes, which.replace("_", " and "), _time(at[OURS])]
-        line.append(f"{1e6 * best[1]:.4g} ({LABELS[best[0]]})" if best else "-")
-        line.append(_time(at.get("tokamax", {})))
-        for other, known in ((best, ratios), (tokamax, None)):
-            ratio = other[1] / ours[1] if other and ours else None
-            line.append("-" if ratio is None else f"{ratio:.2f}")
-            if ratio is not None and known is not None:
-                known.setdefault((group, which), []).append(ratio)
-        lines.append(line)
-    header = ["call", "B x T, N (K) x H", "pass", "jax_flash2, us", "best of jax.nn"]
-    header += ["tokamax", "times as fast as jax.nn", "as tokamax"]
-    means = [
-        [group, which.replace("_", " and "), str(len(x)), f"{min(x):.2f}", _mean(x)]
-        for (group, which), x in ratios.items()
-    ]
-    everything = [x for found in ratios.values() for x in found]
-    if everything:
-        count, least = str(len(everything)), f"{min(everything):.2f}"
-        means.append(["all", "both", count, least, _mean(everything)])
-    summary = ["group", "pass", "calls", "lowest", "geometric mean"]
-    return f"{markdown(header, lines)}\n\n{markdown(summary, means)}"
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}"

@@ -19,7 +19,7 @@ import time
 
 from absl import flags
 
-from benchmarks import harness, model_rows, options, records
+from benchmarks import harness, model_rows, model_tables, options, records
 from benchmarks.model_calls import GROUPS
 
 _GROUPS = options.names("groups", list(GROUPS), GROUPS, "Which calls")
@@ -63,7 +63,7 @@ def main():
                     found = model_rows.rows_of(call, group, dtype, own, rounds=rounds)
                 rows += [run.write(row) for row in found]
                 progress.step(f"{call.name} ({time.monotonic() - begun:.0f} s)")
-    print(f"\n{run.path}\n\n{model_rows.table(rows)}")
+    print(f"\n{run.path}\n\n{model_tables.models(rows)}")
 
 
 if __name__ == "__main__":

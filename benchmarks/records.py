@@ -168,6 +168,7 @@ def newest(results_dir: str | Path, benchmark: str) -> list[dict]:
 
 
 def key(row: Mapping) -> str:
-    """What a row is about: its shape, pass, peer and feature."""
-    about = [row["shape"], row["pass"], row["peer"], row.get("feature")]
+    """What a row is about: its shape, pass, peer and feature; or a model's call."""
+    about = [row["pass"], row["peer"]]
+    about += [row.get(name) for name in ("shape", "feature", "call", "sizes")]
     return json.dumps(about, sort_keys=True)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import model_rows
+from benchmarks import model_rows, model_tables
 from benchmarks.model_calls import GROUPS
 from benchmarks.peers import OURS
 from tests.tiers import deep
@@ -26,6 +26,13 @@ def _rows(call, group):
     return model_rows.rows_of(call, group, "float32", compiling, rounds=1)
 
 
+def _table(rows):
+    facts = {"device": "a GPU", "date": "2026-11-25T00:00", "commit": "0123456789"}
+    return model_tables.models(
+        [{**facts, "dirty": False, "versions": {}, **row} for row in rows]
+    )
+
+
 def _checked(group, call):
     rows = _rows(call, group)
     by_peer = {(row["peer"], row["pass"]): row for row in rows}
@@ -44,7 +51,7 @@ QUICK = ["gpt-oss 20B, local", "BLOOM 7B", "T5 large, decoder"]
 def test_a_call_and_its_table(name):
     ((group, call),) = [x for x in CALLS if x[1].name == name]
     rows = _checked(group, call)
-    text = model_rows.table(rows)
+    text = _table(rows)
     assert name in text
     assert ("(XLA)" in text) == (not call.sinks)  # jax.nn has no sinks
 
@@ -67,5 +74,27 @@ def test_a_wrong_peer_is_no_best(monkeypatch):
     )
     rows = _rows(call, "serving")
     assert [row["wrong"] for row in rows] == [False, True]
-    assert "WRONG" not in model_rows.table(rows[:1])
-    assert "(XLA)" not in model_rows.table(rows)
+    assert "WRONG" not in _table(rows[:1])
+    assert "(XLA)" not in _table(rows)
+
+
+def test_ratios_of_groups():
+    """To the faster of jax.nn's two, whose results are right."""
+    seconds = {
+        ("one", "a"): {OURS: 2.0, "cudnn": 3.0, "xla": 9.0, "tokamax": 1.0},
+        ("one", "b"): {OURS: 2.0, "cudnn": 1.0, "xla": 24.0},  # cuDNN is wrong
+        ("two", "c"): {OURS: 1.0, "xla": 0.5},
+        ("two", "d"): {OURS: 1.0},
+    }
+    rows = [
+        {"group": group, "call": call, "sizes": "s", "pass": "forward", "peer": peer}
+        | {"seconds": x, "wrong": call == "b" and peer == "cudnn"}
+        for (group, call), times in seconds.items()
+        for peer, x in times.items()
+    ]
+    lines = [[x.strip() for x in x.split("|")[1:-1]] for x in _table(rows).splitlines()]
+    assert ["one", "forward", "2", "1.50", "4.24"] in lines
+    assert ["two", "forward", "1", "0.50", "0.50"] in lines
+    assert ["all", "both passes", "3", "0.50", "2.08"] in lines
+    (a,) = [line for line in lines if line[:1] == ["a"]]
+    assert a[3:] == ["2e+06", "3e+06 (cuDNN)", "1e+06", "1.50", "0.50"]

@@ -77,7 +77,7 @@ def test_figures_of_made_up_results(tmp_path):
     assert names == drawn | {"speed.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     # cuDNN is the fourth peer: four times the seconds on every shape.
-    full, overview = cells(parts["attention"]), cells(parts["overview"])
+    full, overview = cells(parts["attention"]), cells(parts["attention_overview"])
     overall = [line for line in full if "all 6" in line]
     assert len(overall) == len(PASSES)
     assert all("4.00 (4.00 to 4.00)" in line for line in overall)
@@ -88,12 +88,12 @@ def test_figures_of_made_up_results(tmp_path):
     for name in ("flash4", "xla", "pallas_mha"):  # without a number
         assert labels.pop(name) not in header
     assert set(labels.values()) == set(header[1:])
-    for part in (parts["attention"], parts["overview"]):
+    for part in (parts["attention"], parts["attention_overview"]):
         assert "matrix product runs at 685 TFLOP/s" in part
         assert "**" in part
     for text in ("OOM", "absent", "WRONG", "no grouped heads"):
         assert text in parts["attention"]
-    others = set(parts) - {"attention", "overview"}
+    others = set(parts) - {"attention", "attention_overview"}
     assert {parts[name] for name in others} == {figures.NOT_MEASURED}
 
 

@@ -1,0 +1,92 @@
+"""Tables of calls of published models: times, and ratios to what JAX has already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from benchmarks.peers import OURS
+from benchmarks.tables import markdown, origin
+
+_JAX_NN = {"cudnn": "cuDNN", "xla": "XLA"}
+_Cells = dict[tuple[str, str, str, str], dict[str, Mapping]]
+
+
+def models(rows: Sequence[Mapping]) -> str:
+    """Every call, then a summary of each group."""
+    return f"{origin(rows)}\n\n{_calls(rows)}\n\n{_summary(rows)}"
+
+
+def overview(rows: Sequence[Mapping]) -> str:
+    """The summary alone."""
+    return f"{origin(rows)}\n\n{_summary(rows)}"
+
+
+def _by_call(rows: Sequence[Mapping]) -> _Cells:
+    """Rows by group, call, sizes and pass, then by peer."""
+    cells: _Cells = {}
+    for row in rows:
+        at = row["group"], row["call"], row["sizes"], row["pass"]
+        cells.setdefault(at, {})[row["peer"]] = row
+    return cells
+
+
+def _fastest(at: Mapping[str, Mapping], names) -> tuple[float, str] | None:
+    """Seconds and name of the fastest of some peers that have right results."""
+    found = [
+        (row["seconds"], name)
+        for name, row in at.items()
+        if name in names and "seconds" in row and not row["wrong"]
+    ]
+    return min(found, default=None)
+
+
+def _ratio(at: Mapping[str, Mapping], names) -> float | None:
+    """How many times as fast jax_flash2 is as the fastest of some peers."""
+    other, ours = _fastest(at, names), _fastest(at, [OURS])
+    return other[0] / ours[0] if other and ours else None
+
+
+def _time(row: Mapping) -> str:
+    if "seconds" not in row:
+        return "-"
+    return f"{1e6 * row['seconds']:.4g}{' WRONG' if row['wrong'] else ''}"
+
+
+def _number(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _calls(rows: Sequence[Mapping]) -> str:
+    lines = []
+    for (_, name, sizes, which), at in _by_call(rows).items():
+        best = _fastest(at, _JAX_NN)
+        line = [name, sizes, which.replace("_", " and "), _time(at.get(OURS, {}))]
+        line.append(f"{1e6 * best[0]:.4g} ({_JAX_NN[best[1]]})" if best else "-")
+        line.append(_time(at.get("tokamax", {})))
+        line += [_number(_ratio(at, x)) for x in (_JAX_NN, ["tokamax"])]
+        lines.append(line)
+    header = ["call", "B x T, N (K) x H", "pass", "jax_flash2, us", "best of jax.nn"]
+    header += ["tokamax", "times as fast as jax.nn", "as tokamax"]
+    return markdown(header, lines)
+
+
+def _summary(rows: Sequence[Mapping]) -> str:
+    """Ratios to the best of jax.nn, by group and pass."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for (group, _, _, which), at in _by_call(rows).items():
+        ratio = _ratio(at, _JAX_NN)
+        if ratio is not None:
+            at_all = ("all", "both passes")
+            for key in ((group, which.replace("_", " and ")), at_all):
+                ratios.setdefault(key, []).append(ratio)
+    ratios |= {key: ratios.pop(key) for key in list(ratios) if key[0] == "all"}
+    lines = [
+        [*key, str(len(x)), f"{min(x):.2f}", _number(_mean(x))]
+        for key, x in ratios.items()
+    ]
+    return markdown(["group", "pass", "calls", "lowest", "geometric mean"], lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
