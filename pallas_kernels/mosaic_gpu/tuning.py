@@ -113,8 +113,8 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
 # Keys, about, that a query looks at, from which on these kernels are faster, by the
 # largest head size: a program's start and end are then little of its time. Timed at
 # heads of 64, 96, 128 and 256, and windows at 128 (NVIDIA H100, 2026-11-25:
-# 068-several-tiles-a-program.md). Lengths, masks, biases and dropout with fewer have not
-# been timed.
+# 068-several-tiles-a-program.md). Lengths, masks, biases and dropout with fewer keys
+# have not been timed.
 _FEWEST_KEYS = {95: 1024, 128: 256, 256: 512}
 _FEWEST_OF_WINDOWS = 450
 _FEWEST_OF_OTHERS = 1024
