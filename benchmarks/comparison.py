@@ -70,11 +70,8 @@ def compare(
     rows = list(run.done)
     if not wanted:
         return rows
-    with harness.alone():
-        ceiling = harness.matmul_tflops()
-    left = len(wanted)
+    left, ceiling = len(wanted), None
     with Progress(left, "shape") as progress:
-        progress.say(f"{run.facts['device']}: matrix product {ceiling:.4g} TFLOP/s")
         for group in harness.batched(wanted, together):
             spent = time.monotonic() - begun
             if budget_seconds is not None and spent > budget_seconds:
@@ -86,6 +83,11 @@ def compare(
             left -= len(group)
             with harness.compiling():
                 compiled = _compiled(group, peers, passes)
+            if ceiling is None:
+                with harness.alone():
+                    ceiling = harness.matmul_tflops()
+                device = run.facts["device"]
+                progress.say(f"{device}: matrix product {ceiling:.4g} TFLOP/s")
             while compiled:
                 one = compiled.pop(0)
                 for which in passes:
