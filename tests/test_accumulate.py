@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import attention
+from jax_flash2 import Blocks, Config, attention
 from pallas_kernels.core import flash2
 from tests.cases import BACKENDS, ON_GPU, Case
 from tests.test_attention import DTYPES, check_error_rule
@@ -174,3 +174,29 @@ def test_whole_rows_masked_by_numbers():
         # Each row's probabilities sum to one.
         rtol = 1e-2 if ON_GPU else 1e-4  # TF32
         np.testing.assert_allclose(jnp.sum(jax.grad(call)(x)), 160, rtol=rtol)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_alibi_on_both_sides_has_running_maxima(is_causal, monkeypatch):
+    """Its best keys lie amid others: with the first ones' maximum it began again."""
+    taken = []
+
+    def accumulate(*arguments):
+        taken.append(arguments)
+        return plain(*arguments)
+
+    plain = flash2.accumulate
+    monkeypatch.setattr(flash2, "accumulate", accumulate)
+    x = jnp.zeros((1, 328, 2, 16))
+    slopes = jnp.asarray([0.5, 2.0])
+    blocks = Blocks(64, 64, 4, 2)
+    jax.jit(
+        lambda x: attention(
+            *(x, x, x),
+            is_causal=is_causal,
+            alibi_slopes=slopes,
+            implementation="triton",
+            config=Config(forward=blocks, interpret=True),
+        )
+    ).lower(x)
+    assert bool(taken) == is_causal

@@ -73,6 +73,8 @@ class Range(NamedTuple):
         return self.fold_edges(visit, self.fold_full(visit, state))
 
     def fold_full(self, visit: Callable, state):
+        if _same(self.full_lo, self.full_hi):
+            return state
         full = functools.partial(visit, False)
         return _loop(self.full_lo, self.full_hi, full, state)
 

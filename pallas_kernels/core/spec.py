@@ -147,6 +147,14 @@ class AttentionSpec:
         return any(w.right is not None and w.right <= 0 for w in self._windows)
 
     @property
+    def peaks_inside(self) -> bool:
+        """Whether scores are highest amid the keys: ALiBi on both sides of a query.
+
+        Then those of the first blocks may lie far below those of others.
+        """
+        return self.score.slopes is not None and not self.keeps_past_only
+
+    @property
     def is_windowed(self) -> bool:
         """Whether queries look at no more than so many of the keys before them."""
         return any(w.left is not None for w in self._windows)

@@ -87,7 +87,7 @@ def forward(
         numbers = []
     turns = support.Turns(computing, warpgroups=computing + 1)
     # Where all blocks may have masked pairs, they would all have a running maximum.
-    few_steps = spec.has_mask_of_pairs
+    few_steps = spec.has_mask_of_pairs and not spec.peaks_inside
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -106,7 +106,8 @@ def forward(
             spec, where, start = tile
             needed = program.key_blocks(spec, where, layout, start)
             needed = needed.with_an_edge(1).with_a_block()
-            needed = needed.all_edges() if again else needed
+            if again or all_spec.peaks_inside:
+                needed = needed.all_edges()
             return needed, jnp.int32(needed.count)
 
         def keys_at(where, block):

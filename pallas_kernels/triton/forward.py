@@ -80,6 +80,8 @@ def forward(
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
         kv_blocks = kv_blocks.with_an_edge(one)
+        if spec.peaks_inside:
+            kv_blocks = kv_blocks.all_edges()
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
         good = flash2.in_range(state, v.dtype)
         good |= where["t"].numbers >= layout.size["t"]
