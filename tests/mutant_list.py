@@ -287,12 +287,6 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/spec.py",
         (
-            "ALiBi on both sides with the first block's maximum",
-            "return self.score.slopes is not None and not self.keeps_past_only",
-            "return False",
-            "tests/test_accumulate.py -k on_both_sides",
-        ),
-        (
             "a block of queries beyond the length, that no other one waits for",
             "last = divide(self.q_limit(q_size) + block_q - 1, block_q)",
             "last = divide(self.q_limit(q_size), block_q)",

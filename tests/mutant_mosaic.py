@@ -188,6 +188,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/spec.py",
         (
+            "ALiBi on both sides with the first block's maximum",
+            "return self.score.slopes is not None and not self.keeps_past_only",
+            "return False",
+            "tests/test_accumulate.py -k on_both_sides",
+        ),
+        (
             "rows of unequal lengths said to be sorted",
             "DataDependent | Lengths) for",
             "DataDependent) for",
