@@ -70,17 +70,22 @@ def compare(
     rows = list(run.done)
     if not wanted:
         return rows
-    left, ceiling = len(wanted), None
-    with Progress(left, "shape") as progress:
-        for group in harness.batched(wanted, together):
+    left, ceiling = list(wanted), None
+    with Progress(len(wanted), "shape") as progress:
+
+        def is_late() -> bool:
             spent = time.monotonic() - begun
-            if budget_seconds is not None and spent > budget_seconds:
-                progress.say(
-                    f"{spent:.0f} s are spent, of {budget_seconds:.0f}: "
-                    f"{left} shapes not begun, from {group[0]} on"
-                )
-                break
-            left -= len(group)
+            if budget_seconds is None or spent <= budget_seconds:
+                return False
+            progress.say(
+                f"{spent:.0f} s are spent, of {budget_seconds:.0f}: "
+                f"{len(left)} shapes not begun, from {left[0]} on"
+            )
+            return True
+
+        for group in harness.batched(wanted, together):
+            if is_late():
+                return rows
             with harness.compiling():
                 compiled = _compiled(group, peers, passes)
             if ceiling is None:
@@ -89,7 +94,10 @@ def compare(
                 device = run.facts["device"]
                 progress.say(f"{device}: matrix product {ceiling:.4g} TFLOP/s")
             while compiled:
+                if is_late():
+                    return rows
                 one = compiled.pop(0)
+                left.pop(0)
                 for which in passes:
                     with harness.alone():
                         found = list(_one_pass(one, which, peers, rounds))

@@ -68,11 +68,6 @@ def compiled(case: Case, what: Peer | str, which: str) -> jax.stages.Compiled:
     return _COMPILING[case, what, which].result()
 
 
-def forget() -> None:
-    """All that is compiled."""
-    _COMPILING.clear()
-
-
 def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:
     """What `harness.reference` gives, of a small case, with whole matrices of scores.
 

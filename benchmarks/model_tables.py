@@ -14,6 +14,8 @@ _Cells = dict[tuple[str, str, str, str], dict[str, Mapping]]
 
 def models(rows: Sequence[Mapping]) -> str:
     """Every call, then a summary of each group."""
+    if not rows:
+        return "no rows"
     return f"{origin(rows)}\n\n{_calls(rows)}\n\n{_summary(rows)}"
 
 
@@ -77,10 +79,9 @@ def _summary(rows: Sequence[Mapping]) -> str:
     for (group, _, _, which), at in _by_call(rows).items():
         ratio = _ratio(at, _JAX_NN)
         if ratio is not None:
-            at_all = ("all", "both passes")
-            for key in ((group, which.replace("_", " and ")), at_all):
-                ratios.setdefault(key, []).append(ratio)
-    ratios |= {key: ratios.pop(key) for key in list(ratios) if key[0] == "all"}
+            ratios.setdefault((group, which.replace("_", " and ")), []).append(ratio)
+    if everything := [x for found in ratios.values() for x in found]:
+        ratios["all", "both passes"] = everything
     lines = [
         [*key, str(len(x)), f"{min(x):.2f}", _number(_mean(x))]
         for key, x in ratios.items()

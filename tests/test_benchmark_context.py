@@ -129,7 +129,7 @@ def rows_of(case: Case, names: list[str]) -> dict[tuple, dict]:
             *(case, peers, which, checked), rounds=1, most_seconds=1.0, ceiling=1.0
         ):
             found[which, row["peer"]] = row
-    context_rows.forget()
+    context_rows._COMPILING.clear()
     return found
 
 

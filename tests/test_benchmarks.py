@@ -169,8 +169,15 @@ def test_budget_and_resume(tmp_path, capsys):
         comparison.compare, shapes=shapes, peers=[XLA], passes=["forward"], rounds=1
     )
     first = records.Run.start("toy", tmp_path)
+    third = records.Run.start("toy", tmp_path / "third")
     assert compare(first, budget_seconds=0.0) == []
     assert "2 shapes not begun" in capsys.readouterr().out
+    seconds = iter([0.0, 0.0, 0.0, *[9.0] * 9])  # late after the first shape
+    with pytest.MonkeyPatch.context() as patch:
+        clock = types.SimpleNamespace(monotonic=lambda: next(seconds))
+        patch.setattr(comparison, "time", clock)
+        assert len(compare(third, together=2, budget_seconds=1.0)) == 1
+    assert "1 shapes not begun" in capsys.readouterr().out
     compare(first, shapes=[GROUPED])
     second = records.Run.start("toy", tmp_path, resume=True)
     assert len(compare(second)) == 2

@@ -47,8 +47,6 @@ from pallas_kernels.mosaic_gpu.tuning import ROWS
 _F32 = jnp.float32
 # Blocks of dq on their way to global memory, by `tuning.computes_ahead`.
 _DQ_TILES = {True: 2, False: 1}
-# Registers of a thread that loads and adds, and of one that computes.
-_REGISTERS = 24, 240
 
 
 def backward(
@@ -134,7 +132,7 @@ def backward(
 
         @pl.when(me == computing)
         def move():
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
 
             @plgpu.warp_map
             def _(warp):
@@ -144,7 +142,7 @@ def backward(
 
         @pl.when(me < computing)
         def compute():
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
             mine = pl.ds(me * ROWS, ROWS)
             own = {**where, "s": Rows(start + me * ROWS, ROWS)}
             own_spec = load_tree(spec, ("s", "t"), own)

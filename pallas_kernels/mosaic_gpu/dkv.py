@@ -1,11 +1,11 @@
 """Gradients of keys and values for Hopper, by themselves (Dao 2023, algorithm 2).
 
-For heads of more than 192: `dq` makes the gradient of queries. Grid: (key blocks,
-key/value heads, batch axes). A program owns 64 keys and loops over the query heads of
-its group and the blocks of 64 queries that meet its keys. Two warpgroups have half the
-columns of dk and dv each, in registers. They take turns at making p and dz of a block
-of queries, transposed, [keys, queries], for both: so one makes exponents while the
-other multiplies. One more warpgroup loads queries, by TMA.
+For wide heads (`tuning.makes_dq_apart`); `dq` makes the gradient of queries. Grid: (key
+blocks, key/value heads, batch axes). A program owns 64 keys and loops over the query
+heads of its group and the blocks of 64 queries that meet its keys. Two warpgroups have
+half the columns of dk and dv each, in registers. They take turns at making p and dz of
+a block of queries, transposed, [keys, queries], for both: so one makes exponents while
+the other multiplies. One more warpgroup loads queries, by TMA.
 
 Shared memory: k, v [64, ...]; num_stages times q, do [64, ...], their log-sum-exps and
 delta; for each warpgroup p and dz [keys, queries]. dk and dv leave in place of k and v.
@@ -31,8 +31,6 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 
 _F32 = jnp.float32
-# Registers of a thread that loads, and of one that computes.
-_REGISTERS = 24, 240
 _COMPUTING = 2  # warpgroups
 # A named barrier: the first ones are the block's and its warpgroups'.
 _TOGETHER = _COMPUTING + 2
@@ -73,7 +71,7 @@ def dkv(
 
         @pl.when(me == _COMPUTING)
         def load():
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[_COMPUTING][0], action="decrease")
             plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
             plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
 
@@ -85,7 +83,7 @@ def dkv(
 
         @pl.when(me < _COMPUTING)
         def compute():
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[_COMPUTING][1], action="increase")
             own_spec = load_tree(spec, ("s", "t"), own)
             count = support.unknown(tiles.count)
             block_sum = plgpu.ACC((keys, rows), _F32)

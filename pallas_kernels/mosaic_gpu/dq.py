@@ -1,11 +1,12 @@
 """The gradient of queries for Hopper, by itself (Dao 2023, algorithm 2).
 
-For heads of more than 192, whose gradients do not fit one kernel's registers: `dkv`
-makes those of keys and values. Grid: (query blocks, query heads, batch axes). A program
-owns a block of queries and loops over the blocks of keys that it meets. A warpgroup
-computes 64 rows, [queries, keys]: dz goes to its product from registers, and dq is
-summed there. The scores of the next keys are made beside dq. One more warpgroup loads
-keys and values, by TMA. No program waits for another.
+For wide heads, whose gradients do not fit one kernel's registers
+(`tuning.makes_dq_apart`); `dkv` makes those of keys and values. Grid: (query blocks,
+query heads, batch axes). A program owns a block of queries and loops over the blocks of
+keys that it meets. A warpgroup computes 64 rows, [queries, keys]: dz goes to its
+product from registers, and dq is summed there. The scores of the next keys are made
+beside dq. One more warpgroup loads keys and values, by TMA. No program waits for
+another.
 
 Shared memory: q, do [64, ...] of each warpgroup, dq in place of q; num_stages times k
 [block_kv, H], once v [block_kv, Hv].
@@ -31,8 +32,6 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
-# Registers of a thread that loads, and of one that computes.
-_REGISTERS = 24, 240
 
 
 def dq(
@@ -73,7 +72,7 @@ def dq(
 
         @pl.when(me == computing)
         def load():
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
 
             @pl.loop(0, count)
             def _(i):
@@ -83,7 +82,7 @@ def dq(
 
         @pl.when(me < computing)
         def compute():
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
             rows = start + me * ROWS
             own_spec, own = program.query_rows(spec, where, layout, rows, ROWS)
             q_tile, do_tile = refs["q"].at[me], refs["do"].at[me]

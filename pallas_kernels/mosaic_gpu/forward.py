@@ -48,8 +48,6 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
-# Registers of a thread that loads, and of one that computes, by warpgroups of these.
-_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _F32 = jnp.float32
 
 
@@ -121,7 +119,7 @@ def forward(
 
         @pl.when(me == computing)
         def load():
-            plgpu.set_max_registers(_REGISTERS[computing][0], action="decrease")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
 
             def visit(again, r, first):
                 tile = tile_of(r)
@@ -150,7 +148,7 @@ def forward(
 
         @pl.when(me < computing)
         def compute():
-            plgpu.set_max_registers(_REGISTERS[computing][1], action="increase")
+            plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
             q_tile, q_here = refs["q"].at[me], refs["q here"].at[me]
             o_tile = refs["o"].at[me] if o_apart else q_tile
             lse_tile = refs["lse"].at[me]

@@ -17,6 +17,9 @@ from pallas_kernels.core.visits import size_of_counts
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
 MOST_WARPGROUPS = 3
+# Registers of a thread that loads or adds, and of one that computes, by how many
+# warpgroups compute.
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # Bytes that log-sum-exps, flags and barriers take at most, each from a multiple of
 # 1024 on.
 _BESIDES = 3 << 10
