@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -31,6 +31,8 @@ _FLOPS = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
 # A peer is wrong if a row of a result is off by more than this part of its length. A
 # correct one rounds a few times: some eps of the dtype, of TF32 for float32 on a GPU.
 TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-8}
+
+_MOST_GPUS = 16  # of a machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,33 +239,42 @@ class Timing:
 
 
 @contextlib.contextmanager
-def _gpus_locked(kind: str) -> Iterator[None]:
-    """Where processes see the same GPUs; "LOCK_SH" or "LOCK_EX" of `fcntl`."""
+def _locked(gpus: Iterable[str], kind: str) -> Iterator[None]:
+    """Locks of some GPUs, for processes of this machine; "LOCK_SH" or "LOCK_EX"."""
     if not is_gpu():
         yield
         return
     import fcntl  # not on Windows
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace("/", "-")
-    path = Path(tempfile.gettempdir(), f"jax_flash2-gpus-{visible}.lock")
-    with path.open("w") as file:
-        fcntl.flock(file, getattr(fcntl, kind))
+    with contextlib.ExitStack() as files:
+        for gpu in sorted(gpus):
+            path = Path(tempfile.gettempdir(), f"jax_flash2-gpu-{gpu}.lock")
+            file = files.enter_context(path.open("w"))
+            fcntl.flock(file, getattr(fcntl, kind))
         yield
 
 
+def _gpus() -> tuple[set[str], set[str]]:
+    """GPUs that this process may use, by number, and those of the machine."""
+    every = {str(i) for i in range(_MOST_GPUS)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = every if visible is None else set(visible.replace("/", "-").split(","))
+    return mine, every | mine
+
+
 def compiling() -> contextlib.AbstractContextManager[None]:
-    """Beside other processes that compile, while none of them times.
+    """Beside other processes that compile, while none of them times, on any GPU.
 
     So a benchmark can be divided over processes: they compile all they need beside each
     other, then one after another times (`alone`). Compilers load the processor, which
     calls need, too, and may autotune on the GPU.
     """
-    return _gpus_locked("LOCK_SH")
+    return _locked(_gpus()[1], "LOCK_SH")
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """While no other process times or compiles (`compiling`)."""
-    return _gpus_locked("LOCK_EX")
+    """While no other process times on the same GPU, or compiles (`compiling`)."""
+    return _locked(_gpus()[0], "LOCK_EX")
 
 
 def batched(found: Sequence, count: int) -> Iterator[Sequence]:
