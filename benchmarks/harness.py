@@ -32,6 +32,10 @@ _FLOPS = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
 # correct one rounds a few times: some eps of the dtype, of TF32 for float32 on a GPU.
 TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-8}
 
+# Compiler options of references: XLA would time dozens of forms of each product, for
+# minutes where many processes compile.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 _MOST_GPUS = 16  # of a machine
 
 
@@ -116,7 +120,7 @@ def reference(shape: Shape, operands: Sequence[jax.Array]) -> dict[str, np.ndarr
     return {**exact, "dq_rounding": rounding}
 
 
-@functools.partial(jax.jit, static_argnames="causal")
+@functools.partial(jax.jit, static_argnames="causal", compiler_options=UNTUNED)
 def _reference(q, k, v, do, *, causal: bool):
     group = q.shape[2] // k.shape[2]
     q, do = (x[-1, :, -group:].astype(jnp.float32) for x in (q, do))

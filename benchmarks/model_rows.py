@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash2
-from benchmarks import harness, programs
+from benchmarks import harness, profiles, programs
 from benchmarks.harness import Program
 from benchmarks.model_calls import Call
 from benchmarks.peers import OURS
@@ -22,6 +23,8 @@ from benchmarks.peers import OURS
 _TOLERANCE = 2.0**-5
 # Elements of a float32 array of scores that a check may make.
 _MOST_SCORES = 2**29
+# Below, a call may take a host longer than its kernels take a GPU.
+_SHORT_SECONDS = 200e-6
 # Those of all heads that XLA's standard attention may make to take part: with more it
 # took 5 to 20 times as long as cuDNN, and minutes of autotuning.
 _MOST_SCORES_XLA = 2**26
@@ -188,14 +191,14 @@ def start(call: Call, dtype: str, peers: Sequence[str], pool: Executor) -> Compi
     """Lowers now and compiles in `pool`."""
     operands, arrays = jax.eval_shape(functools.partial(call.operands, dtype))
 
-    def compiled(function: Callable) -> Future:
+    def compiled(function: Callable, options: dict | None = None) -> Future:
         try:
             lowered = programs.lower(function, *operands, arrays)
         except Exception as error:  # a peer's failure is a result, not the end
             failed = Future()
             failed.set_exception(error)
             return failed
-        return pool.submit(lowered.compile)
+        return pool.submit(lowered.compile, options)
 
     found = {
         (which, name): compiled(passes(call, attention)[which])
@@ -204,13 +207,27 @@ def start(call: Call, dtype: str, peers: Sequence[str], pool: Executor) -> Compi
         if name in peers
     }
     fits = call.t * call.keys <= _MOST_SCORES
-    return Compiling(found, compiled(exact(call)) if fits else None)
+    return Compiling(found, compiled(exact(call), harness.UNTUNED) if fits else None)
 
 
 def started(calls: Sequence[Call], dtype: str, peers: Sequence[str]) -> list[Compiling]:
     """All programs of some calls. Nothing may be timed before: compilers autotune."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [start(call, dtype, peers, pool) for call in calls]
+
+
+def _kernel_seconds(
+    timed: Mapping[str, Program], timings: Mapping[str, harness.Timing]
+) -> dict[str, float]:
+    """Of a call by peer, if it is short for one of them; {} without a GPU."""
+    medians = [statistics.median(x.seconds) for x in timings.values()]
+    if not harness.is_gpu() or min(medians, default=1.0) > _SHORT_SECONDS:
+        return {}
+    found = {}
+    for name, program in timed.items():
+        events, calls = profiles.watched(program.call, seconds=0.02)
+        found[name] = sum(x.length for x in events) / calls / 1e9
+    return found if all(found.values()) else {}
 
 
 def rows_of(
@@ -237,6 +254,7 @@ def rows_of(
             except Exception as error:  # a peer's failure is a result, not the end
                 failures[name] = harness.describe(error)
         timings, later = harness.time_interleaved(timed, rounds=rounds)
+        alone = _kernel_seconds({n: timed[n] for n in timings}, timings)
         for name in names:
             row = {"call": call.name, "group": group, "sizes": str(call)}
             row |= {"source": call.source, "pass": which, "peer": name}
@@ -244,5 +262,6 @@ def rows_of(
             if name in timings:
                 row |= timings[name].row()
                 row |= {"wrong": is_wrong[name], "memory": memory[name]}
+                row |= {"kernel_seconds": alone.get(name)}
             rows.append(row)
     return rows

@@ -33,10 +33,15 @@ def _by_call(rows: Sequence[Mapping]) -> _Cells:
     return cells
 
 
+def _seconds(row: Mapping) -> float:
+    """Of its kernels alone if the call is short."""
+    return row.get("kernel_seconds") or row["seconds"]
+
+
 def _fastest(at: Mapping[str, Mapping], names) -> tuple[float, str] | None:
     """Seconds and name of the fastest of some peers that have right results."""
     found = [
-        (row["seconds"], name)
+        (_seconds(row), name)
         for name, row in at.items()
         if name in names and "seconds" in row and not row["wrong"]
     ]
@@ -52,7 +57,7 @@ def _ratio(at: Mapping[str, Mapping], names) -> float | None:
 def _time(row: Mapping) -> str:
     if "seconds" not in row:
         return "-"
-    return f"{1e6 * row['seconds']:.4g}{' WRONG' if row['wrong'] else ''}"
+    return f"{1e6 * _seconds(row):.4g}{' WRONG' if row['wrong'] else ''}"
 
 
 def _number(ratio: float | None) -> str:

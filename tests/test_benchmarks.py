@@ -246,7 +246,11 @@ def test_one_process_times_while_none_compiles(monkeypatch, tmp_path):
             later.result(timeout=30)
         with harness.compiling(), harness.compiling():
             seen.append("two compile")
-    assert seen == ["one", "after one", "two", "after two", "two compile"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        with harness.alone():
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+            pool.submit(times, "other GPU").result(timeout=30)
+    assert seen == ["one", "after one", "two", "after two", "two compile", "other GPU"]
 
 
 def test_kernels_and_the_pauses_between_them():

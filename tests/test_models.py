@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import model_rows, model_tables
+from benchmarks import harness, model_rows, model_tables, profiles
 from benchmarks.model_calls import GROUPS
 from benchmarks.peers import OURS
 from tests.tiers import deep
@@ -76,6 +76,18 @@ def test_a_wrong_peer_is_no_best(monkeypatch):
     assert [row["wrong"] for row in rows] == [False, True]
     assert "WRONG" not in _table(rows[:1])
     assert "(XLA)" not in _table(rows)
+
+
+def test_short_calls_are_timed_by_their_kernels(monkeypatch):
+    """Which a profiler sees: two calls of one kernel of 3 us."""
+    events = [profiles.Event("kernel", x, 3000.0) for x in (0.0, 5000.0)]
+    monkeypatch.setattr(harness, "is_gpu", lambda: True)
+    monkeypatch.setattr(profiles, "watched", lambda call, seconds: (events, 2))
+    monkeypatch.setattr(model_rows, "_SHORT_SECONDS", 60.0)
+    (call,) = [x for _, x in CALLS if x.name == "Multi-query decode"]
+    rows = _rows(call, "serving")
+    assert {row["kernel_seconds"] for row in rows if not row["failure"]} == {3e-6}
+    assert " 3 " in _table(rows)
 
 
 def test_ratios_of_groups():
