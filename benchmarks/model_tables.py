@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from benchmarks.model_calls import GROUPS
 from benchmarks.peers import OURS
 from benchmarks.tables import markdown, origin
 
 _JAX_NN = {"cudnn": "cuDNN", "xla": "XLA"}
+_ORDER = [call.name for calls in GROUPS.values() for call in calls]
 _Cells = dict[tuple[str, str, str, str], dict[str, Mapping]]
 
 
@@ -16,7 +18,10 @@ def models(rows: Sequence[Mapping]) -> str:
     """Every call, then a summary of each group."""
     if not rows:
         return "no rows"
-    return f"{origin(rows)}\n\n{_calls(rows)}\n\n{_summary(rows)}"
+    parts = [origin(rows), _calls(rows), _summary(rows)]
+    if missing := [name for name in _ORDER if name not in {x["call"] for x in rows}]:
+        parts.append(f"Not timed in this run: {'; '.join(missing)}.")
+    return "\n\n".join(parts)
 
 
 def overview(rows: Sequence[Mapping]) -> str:
@@ -25,9 +30,10 @@ def overview(rows: Sequence[Mapping]) -> str:
 
 
 def _by_call(rows: Sequence[Mapping]) -> _Cells:
-    """Rows by group, call, sizes and pass, then by peer."""
+    """Rows by group, call, sizes and pass, then by peer; in the order of `GROUPS`."""
     cells: _Cells = {}
-    for row in rows:
+    place = {name: i for i, name in enumerate(_ORDER)}
+    for row in sorted(rows, key=lambda row: place.get(row["call"], len(place))):
         at = row["group"], row["call"], row["sizes"], row["pass"]
         cells.setdefault(at, {})[row["peer"]] = row
     return cells
