@@ -97,9 +97,8 @@ def backward(
 
         def load():
             own = {**where, "s": Rows(start, keys)}
-            for name, x in (("k", k), ("v", v)):
-                tile = support.copied(refs, name).at[0]
-                plgpu.copy_gmem_to_smem(x.at(own), tile, refs["own here"])
+            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
+            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
 
             @pl.loop(0, tiles.count)
             def _(tile):
@@ -273,26 +272,23 @@ def backward(
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
+            k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
             wide = dk.dtype != k.dtype
-            if wide:  # in float32: they leave from where dq was on its way
+            if wide:  # in float32: where dq was on its way
+                k_own = v_own = refs["dq"].at[me, pl.ds(0, ROWS)]
 
                 @pl.when(tiles.count > me)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[me])
 
-            def store(name, gradient, result):
-                tile, place = (
-                    ("dq", (me, pl.ds(0, ROWS))) if wide else (name, (0, mine))
-                )
-                refs[tile].at[place][...] = gradient.astype(result.dtype)
-                plgpu.commit_smem()
-                out = support.copied(refs, tile).at[place]
-                plgpu.copy_smem_to_gmem(out, result.at(own))
-
-            store("k", dk_block * spec.gradient_unit, dk)
+            k_own[...] = (dk_block * spec.gradient_unit).astype(dk.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(k_own, dk.at(own))
             if wide:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store("v", dv_block * spec.dropout_scale, dv)
+            v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(v_own, dv.at(own))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     found = memory.call(
@@ -302,7 +298,7 @@ def backward(
         results,
         block={"t": rows, "s": ROWS, **wider},
         columns="t",
-        scratch=_shared(blocks, layout.size, width, elements, ahead, q.dtype),
+        scratch=_shared(blocks, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",
     )
@@ -355,17 +351,11 @@ def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
 
 
 def _shared(
-    blocks,
-    size: Mapping[str, int],
-    width: Mapping[str, int],
-    elements: Mapping[str, int],
-    ahead: bool,
-    dtype,
+    blocks, width: Mapping[str, int], elements: Mapping[str, int], ahead: bool, dtype
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name.
 
     Args:
-      size: of all axes.
       width: of tiles of heads `h` and `d`.
       elements: of these heads.
       ahead: whether the products of the next queries are made early.
@@ -376,18 +366,17 @@ def _shared(
     if not ahead:  # a warpgroup makes some columns of dq
         columns["h"] = math.gcd(elements["h"], width["h"] // computing)
 
-    def of_heads(name, count, own, along):
-        shape = count, own, width[name]
-        return support.tile(shape, dtype, columns[name], rows=size[along])
+    def of_heads(name, count, size):
+        return support.tile((count, size, width[name]), dtype, columns[name])
 
     both = math.gcd(*columns.values())  # parts of dk and dv pass through it, too
     vector = plgpu.SMEM((stages, rows), _F32)
-    of_q = {"q": of_heads("h", stages, rows, "t"), "lse": vector}
-    of_do = {"do": of_heads("d", stages, rows, "t"), "delta": vector}
+    of_q = {"q": of_heads("h", stages, rows), "lse": vector}
+    of_do = {"do": of_heads("d", stages, rows), "delta": vector}
     dq_tiles = _DQ_TILES[ahead]
     return {
-        "k": of_heads("h", 1, keys, "s"),
-        "v": of_heads("d", 1, keys, "s"),
+        "k": of_heads("h", 1, keys),
+        "v": of_heads("d", 1, keys),
         # Both operands of a product have one swizzle.
         "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
         "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),

@@ -11,8 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import support
-
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -60,8 +58,7 @@ class Ring:
 
         here = self.refs[f"{name} here"].at[slot]
         for tile, part in parts.items():
-            into = support.copied(self.refs, tile).at[slot]
-            plgpu.copy_gmem_to_smem(part, into, here)
+            plgpu.copy_gmem_to_smem(part, self.refs[tile].at[slot], here)
 
     def wait(self, name: str, i) -> None:
         """Until tile number i is here."""
