@@ -26,7 +26,8 @@ _MOST_SCORES = 2**29
 # Below, a call may take a host longer than its kernels take a GPU.
 _SHORT_SECONDS = 200e-6
 # Those of all heads that XLA's standard attention may make to take part: with more it
-# took 5 to 20 times as long as cuDNN, and minutes of autotuning.
+# took 3 to 20 times as long as cuDNN, and minutes of autotuning (NVIDIA H100,
+# 2026-11-25, benchmarks/lab/079-calls-of-models-on-hopper.md).
 _MOST_SCORES_XLA = 2**26
 
 
