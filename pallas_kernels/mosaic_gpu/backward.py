@@ -97,8 +97,9 @@ def backward(
 
         def load():
             own = {**where, "s": Rows(start, keys)}
-            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
-            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
+            for name, x in (("k", k), ("v", v)):
+                tile = support.copied(refs, name).at[0]
+                plgpu.copy_gmem_to_smem(x.at(own), tile, refs["own here"])
 
             @pl.loop(0, tiles.count)
             def _(tile):
@@ -272,23 +273,26 @@ def backward(
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
             support.named_barrier("sync", jnp.int32(together), computing)
-            k_own, v_own = refs["k"].at[0, mine], refs["v"].at[0, mine]
             wide = dk.dtype != k.dtype
-            if wide:  # in float32: where dq was on its way
-                k_own = v_own = refs["dq"].at[me, pl.ds(0, ROWS)]
+            if wide:  # in float32: they leave from where dq was on its way
 
                 @pl.when(tiles.count > me)
                 def _():
                     plgpu.barrier_wait(refs["dq read"].at[me])
 
-            k_own[...] = (dk_block * spec.gradient_unit).astype(dk.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_own, dk.at(own))
+            def store(name, gradient, result):
+                tile, place = (
+                    ("dq", (me, pl.ds(0, ROWS))) if wide else (name, (0, mine))
+                )
+                refs[tile].at[place][...] = gradient.astype(result.dtype)
+                plgpu.commit_smem()
+                out = support.copied(refs, tile).at[place]
+                plgpu.copy_smem_to_gmem(out, result.at(own))
+
+            store("k", dk_block * spec.gradient_unit, dk)
             if wide:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            v_own[...] = (dv_block * spec.dropout_scale).astype(dv.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_own, dv.at(own))
+            store("v", dv_block * spec.dropout_scale, dv)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     found = memory.call(
@@ -298,7 +302,7 @@ def backward(
         results,
         block={"t": rows, "s": ROWS, **wider},
         columns="t",
-        scratch=_shared(blocks, width, elements, ahead, q.dtype),
+        scratch=_shared(blocks, layout.size, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",
     )
@@ -351,11 +355,17 @@ def _parts_of_dq(rows: int, h: int, computing: int) -> _ByRows | _ByColumns:
 
 
 def _shared(
-    blocks, width: Mapping[str, int], elements: Mapping[str, int], ahead: bool, dtype
+    blocks,
+    size: Mapping[str, int],
+    width: Mapping[str, int],
+    elements: Mapping[str, int],
+    ahead: bool,
+    dtype,
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name.
 
     Args:
+      size: of all axes.
       width: of tiles of heads `h` and `d`.
       elements: of these heads.
       ahead: whether the products of the next queries are made early.
@@ -366,17 +376,18 @@ def _shared(
     if not ahead:  # a warpgroup makes some columns of dq
         columns["h"] = math.gcd(elements["h"], width["h"] // computing)
 
-    def of_heads(name, count, size):
-        return support.tile((count, size, width[name]), dtype, columns[name])
+    def of_heads(name, count, own, along):
+        shape = count, own, width[name]
+        return support.tile(shape, dtype, columns[name], rows=size[along])
 
     both = math.gcd(*columns.values())  # parts of dk and dv pass through it, too
     vector = plgpu.SMEM((stages, rows), _F32)
-    of_q = {"q": of_heads("h", stages, rows), "lse": vector}
-    of_do = {"do": of_heads("d", stages, rows), "delta": vector}
+    of_q = {"q": of_heads("h", stages, rows, "t"), "lse": vector}
+    of_do = {"do": of_heads("d", stages, rows, "t"), "delta": vector}
     dq_tiles = _DQ_TILES[ahead]
     return {
-        "k": of_heads("h", 1, keys),
-        "v": of_heads("d", 1, keys),
+        "k": of_heads("h", 1, keys, "s"),
+        "v": of_heads("d", 1, keys, "s"),
         # Both operands of a product have one swizzle.
         "dz": support.tile((stages if ahead else 1, keys, rows), dtype, columns["h"]),
         "dq": support.tile((dq_tiles, rows, width["h"]), _F32, both),

@@ -149,8 +149,8 @@ def forward(
         @pl.when(me < computing)
         def compute():
             plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
-            q_tile, q_here = refs["q"].at[me], refs["q here"].at[me]
-            o_tile = refs["o"].at[me] if o_apart else q_tile
+            q_tile, q_here = support.copied(refs, "q").at[me], refs["q here"].at[me]
+            of_o = "o" if o_apart else "q"
             lse_tile = refs["lse"].at[me]
             nothing = flash2.init([ROWS], 1)
 
@@ -295,9 +295,10 @@ def forward(
                     )
                     result = result * spec.dropout_scale
                     _wait_until_stored()  # of the last round, from the same tiles
-                    o_tile[...] = result.astype(o.dtype)
+                    refs[of_o].at[me][...] = result.astype(o.dtype)
                     lse_tile[...] = log
                     plgpu.commit_smem()
+                    o_tile = support.copied(refs, of_o).at[me]
                     plgpu.copy_smem_to_gmem(o_tile, o.at(own))
                     plgpu.copy_smem_to_gmem(lse_tile, lse.at(own))
 
@@ -326,7 +327,7 @@ def forward(
         outputs,
         block={"t": ROWS, "s": keys},
         columns="s",
-        scratch=_shared(blocks, h, d, v.dtype, of_output, numbers),
+        scratch=_shared(blocks, layout.size, (h, d), v.dtype, of_output, numbers),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -345,12 +346,14 @@ def _wait_until_stored() -> None:
 
 
 def _shared(
-    blocks, h: int, d: int, dtype, of_output, numbers: list[Named]
+    blocks, size, heads: tuple[int, int], dtype, of_output, numbers: list[Named]
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
+    of_queries, of_keys = {"rows": size["t"]}, {"rows": size["s"]}
+    h, d = heads
     refs = {
-        "q": support.tile((computing, ROWS, h), dtype),
+        "q": support.tile((computing, ROWS, h), dtype, **of_queries),
         "lse": plgpu.SMEM((computing, ROWS), _F32),
         "lost": plgpu.SMEM((computing,), jnp.int32),
         "q here": plgpu.Barrier(num_barriers=computing),
@@ -359,9 +362,10 @@ def _shared(
     for pairs in numbers:
         tile = support.tile((computing, ROWS, blocks.block_kv), pairs.dtype)
         refs |= Ring.shared({"pairs": tile}, computing, readers=1)
-    for name, size in (("k", h), ("v", d)):
-        tiles = {name: support.tile((stages, blocks.block_kv, size), dtype)}
+    for name, n in (("k", h), ("v", d)):
+        shape = stages, blocks.block_kv, n
+        tiles = {name: support.tile(shape, dtype, **of_keys)}
         refs |= Ring.shared(tiles, stages, readers=computing)
-    if tuning.output_apart(blocks, (h, d), of_output.itemsize):
-        refs["o"] = support.tile((computing, ROWS, d), of_output)
+    if tuning.output_apart(blocks, heads, of_output.itemsize):
+        refs["o"] = support.tile((computing, ROWS, d), of_output, **of_queries)
     return refs

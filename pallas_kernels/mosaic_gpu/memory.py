@@ -33,8 +33,9 @@ _CACHED = 20 << 20
 _IN_TURN = 1.5
 # More of them, if their queries, do and dq have no more bytes than this: measured, too.
 _CACHED_SUMS = 32 << 20
-# What TMA copies to and from tiles comes in multiples of these.
-_TILES = {"t": 8, "s": 8, "h": 16, "d": 16}
+# What TMA copies to and from tiles comes in multiples of these: rows, where a tile is
+# read in parts of so many (`support.tile`), and head elements.
+_ROWS, _ELEMENTS = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +280,12 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
 
     Args:
       x: the operand or the result.
-      block: sizes of the blocks of `t` and `s`.
+      block: sizes of the blocks of `t` and `s`, and of tiles of heads that are wider
+        than the array.
       fill: what lies beyond the array.
     """
     heads = tuple(name for name in x.axes if name in _HEADS)
-    multiple = _TILES if heads else block
+    multiple = _multiples(x, heads[0], block) if heads else block
     last = heads or (("t", "s") if {"t", "s"} <= set(x.axes) else ())
     axes = (*(name for name in x.axes if name not in last), *last)
     sizes = dict(zip(x.axes, x.shape, strict=True))
@@ -298,9 +300,18 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
     return Named(jnp.pad(x.value, pad, constant_values=fill), axes)
 
 
+def _multiples(x: Named, head: str, block: Mapping[str, int]) -> dict[str, int]:
+    """Of the sizes of axes of an array with head elements, as TMA copies it."""
+    elements = head_elements(dict(zip(x.axes, x.shape, strict=True))[head])
+    columns, itemsize = block.get(head, elements), x.dtype.itemsize
+    anywhere = support.is_one_part(columns, itemsize, elements)
+    rows = 1 if anywhere else _ROWS
+    return {"t": rows, "s": rows, head: _ELEMENTS}
+
+
 def head_elements(size: int) -> int:
     """Of a tile in shared memory, for a head size."""
-    return _padded(size, _TILES["h"])
+    return _padded(size, _ELEMENTS)
 
 
 def of_tiles(
@@ -338,8 +349,9 @@ def call(
     """
     leaves, tree = jax.tree.flatten(inputs)
     boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
-    operands = [_as_loaded(x, grid.rows, columns) for x in leaves]
-    results = [_as_copied(x, grid.rows) for x in outputs]
+    sizes = grid.rows | {name: n for name, n in block.items() if name in _HEADS}
+    operands = [_as_loaded(x, sizes, columns) for x in leaves]
+    results = [_as_copied(x, sizes) for x in outputs]
     shared, shared_tree = jax.tree.flatten(
         scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier)
     )
@@ -350,6 +362,7 @@ def call(
         arrays = zip(refs, axes, boolean, strict=False)
         views = [View(ref, a, block, nothing, b) for ref, a, b in arrays]
         own = shared_tree.unflatten(refs[len(axes) :])
+        own = support.by_name(own, scratch)
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 
     body.__name__ = body.__qualname__ = name

@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import support
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -58,7 +60,8 @@ class Ring:
 
         here = self.refs[f"{name} here"].at[slot]
         for tile, part in parts.items():
-            plgpu.copy_gmem_to_smem(part, self.refs[tile].at[slot], here)
+            into = support.copied(self.refs, tile).at[slot]
+            plgpu.copy_gmem_to_smem(part, into, here)
 
     def wait(self, name: str, i) -> None:
         """Until tile number i is here."""

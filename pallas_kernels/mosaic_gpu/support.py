@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +49,59 @@ def swizzle(row: int, itemsize: int) -> int:
     return next(n for n in _SWIZZLES if row * itemsize % n == 0)
 
 
-def tile(shape: tuple[int, ...], dtype, row: int | None = None) -> plgpu.SMEM:
+def is_one_part(columns: int, itemsize: int, row: int | None = None) -> bool:
+    """Whether a row of a tile is one swizzled part, so that rows follow each other.
+
+    Args:
+      columns: of the tile.
+      row: as for `tile`.
+    """
+    return swizzle(row or columns, itemsize) == columns * itemsize
+
+
+def tile(
+    shape: tuple[int, ...], dtype, row: int | None = None, rows: int = 0
+) -> plgpu.SMEM | plgpu.RefUnion:
     """A tile (or several) in shared memory, for TMA and wgmma.
+
+    Products read it in parts of 8 rows, and so copies want arrays of whole parts. But
+    where a row is one part (`is_one_part`), the bytes are also those of parts of one
+    row: then arrays may end anywhere, and copies see the tile in that way (`copied`).
 
     Args:
       row: elements of a row of the array that it is copied from or to; None for those
         of the tile.
+      rows: of this array.
     """
     itemsize = jnp.dtype(dtype).itemsize
     width = swizzle(row or shape[-1], itemsize)
-    transforms = (
-        plgpu.TilingTransform((8, width // itemsize)),
-        plgpu.SwizzleTransform(width),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    def in_parts_of(rows: int) -> plgpu.SMEM:
+        tiling = plgpu.TilingTransform((rows, width // itemsize))
+        transforms = tiling, plgpu.SwizzleTransform(width)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    if rows % 8 and is_one_part(shape[-1], itemsize, row):
+        return plgpu.RefUnion(in_parts_of(8), in_parts_of(1))
+    return in_parts_of(8)
+
+
+def by_name(refs: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Refs of shared memory; of a `tile` in two forms that for copies has a name, too.
+
+    Args:
+      shared: what they are of.
+    """
+    found = dict(refs)
+    for name, what in shared.items():
+        if isinstance(what, plgpu.RefUnion):
+            found[name], found[f"{name} copied"] = refs[name]
+    return found
+
+
+def copied(refs: Mapping[str, Any], name: str):
+    """A tile as it is copied to and from global memory."""
+    return refs.get(f"{name} copied", refs[name])
 
 
 def transposed(ref):
