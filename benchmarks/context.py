@@ -2,7 +2,7 @@
 
     python -m benchmarks.context                           # on GPUs
     python -m benchmarks.context --scaling=weak --lengths=4k,8k,16k,32k
-    python -m benchmarks.context --scaling=strong --total=1M --passes=forward
+    python -m benchmarks.context --scaling=strong --total=2M --masks=causal --once
     python -m benchmarks.context --tiny --cpu_devices=8    # in seconds, anywhere
 
 Weak scaling: T rows a device, whatever the number of devices; strong: so many rows in
@@ -63,6 +63,9 @@ _PASSES = options.names(
 )
 _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(5)
+_ONCE = flags.DEFINE_bool(
+    "once", False, "Times the first calls alone, for calls of many seconds."
+)
 _BUDGET = flags.DEFINE_float("budget_seconds", None, "Begin no case after this long.")
 _RESUME = flags.DEFINE_bool("resume", False, "Carry on with the newest run.")
 _PART = options.part()
@@ -209,7 +212,7 @@ def main():
                 for which in passes:
                     for row in context_rows.rows_of(
                         *(case, peers, which, checked[small]),
-                        rounds=_REPEATS.value,
+                        rounds=0 if _ONCE.value else _REPEATS.value,
                         most_seconds=_MOST_SECONDS.value,
                         ceiling=ceiling,
                     ):

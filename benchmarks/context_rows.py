@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -199,8 +200,8 @@ def _peak(device: jax.Device) -> int | None:
 
 def _started(
     case, peer: Peer, which: str, mesh: Mesh, operands
-) -> tuple[Program, dict]:
-    """The program after its first call; what the device's allocator saw of that.
+) -> tuple[Program, float, dict]:
+    """The program after its first call, the seconds of that, what the allocator saw.
 
     `peak_bytes` is None where the device keeps no count, or saw a higher peak before.
     """
@@ -208,10 +209,12 @@ def _started(
     program = _program(one, (*operands, peer.placed(case, mesh)))
     device = mesh.devices.flat[-1]
     before = _peak(device)
+    begun = time.perf_counter()
     program.wait(program.call())
-    after = _peak(device)
+    seconds, after = time.perf_counter() - begun, _peak(device)
     risen = before is not None and after is not None and after > before
-    return program, {"memory": program.memory, "peak_bytes": after if risen else None}
+    about = {"memory": program.memory, "peak_bytes": after if risen else None}
+    return program, seconds, about
 
 
 def methods_of(case: Case, peers: Sequence[Peer]) -> dict[str, str | None]:
@@ -264,7 +267,7 @@ def rows_of(
       case, which: what is timed.
       peers: who.
       checked: what `errors` found of those in `to_check`.
-      rounds: of `harness.time_interleaved`.
+      rounds: of `harness.time_interleaved`; 0 to time first calls, with nothing beside.
       most_seconds, ceiling: as for `whole`.
     """
     mesh = mesh_of(case.parts)
@@ -273,29 +276,35 @@ def rows_of(
     peers = [peer for peer in peers if peer.name in methods]
     compile_together(programs_of(case, peers, which))
     timed: dict[str, Program] = {}
+    firsts: dict[str, harness.Timing] = {}
     failures, about = {}, {}
     for peer in peers:
         key = methods[peer.name] or peer.name, which
         failure = checked.get(key, {}).get("failure")
         try:
             if failure is None:
-                found = _started(case, peer, which, mesh, operands)
-                timed[peer.name], about[peer.name] = found
+                started = _started(case, peer, which, mesh, operands)
+                timed[peer.name], seconds, about[peer.name] = started
+                firsts[peer.name] = harness.Timing(1, [seconds])
         except Exception as error:  # a peer's failure is a result, not the end
             failure = harness.describe(error)
         if failure is not None:
             failures[peer.name] = failure
-    one = whole(case, which, most_seconds=most_seconds, ceiling=ceiling)
+    one = Whole(None, 0, 0.0)
+    if rounds:
+        one = whole(case, which, most_seconds=most_seconds, ceiling=ceiling)
     if one.program is not None:
         timed["one device"] = one.program
-    for name, method in methods.items():
+    for name, method in methods.items() if rounds else ():
         if name in about and method is not None:
             try:
                 timed[f"kernels, {name}"] = _kernels(case, method, which)
             except Exception as error:  # as above
                 about[name]["kernels_failure"] = harness.describe(error)
-    timings, later = harness.time_interleaved(timed, rounds=rounds)
-    failures |= later
+    timings = firsts
+    if rounds:
+        timings, later = harness.time_interleaved(timed, rounds=rounds)
+        failures |= later
     found = {name: x.row() for name, x in timings.items()}
     flops, work = case.flops(which), case.work()
     rows = []
