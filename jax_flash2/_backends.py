@@ -32,7 +32,8 @@ class Entry:
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are wrapped in a `custom_vjp`.
       backward: the backend that makes the gradients that this one does not make: those
-        of a score's operands, and all of the calls in `Backend.other_backward`.
+        of a score's operands, and all of the calls in `Backend.other_backward` and
+        `Backend.slower_backward`.
     """
 
     module: str
@@ -64,12 +65,25 @@ def module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name].module))
 
 
-def of_backward(name: str, call: Call) -> str:
-    """The backend that makes the gradients of a call that `name` serves."""
+def _why_other_backward(name: str, call: Call, is_named: bool) -> str | None:
+    """Why `BACKENDS[name].backward` makes the gradients of a call; None: it does not.
+
+    Args:
+      is_named: whether the caller names the backend, which a faster one then leaves it.
+    """
     other = BACKENDS[name].backward
-    if other is None or module(name).other_backward(call) is None:
-        return name
-    return other
+    if other is None:
+        return None
+    backend = module(name)
+    if is_named or reason(other, call.of_gradients()) is not None:
+        return backend.other_backward(call)
+    return backend.other_backward(call) or backend.slower_backward(call)
+
+
+def of_backward(name: str, call: Call, *, is_named: bool) -> str:
+    """The backend that makes the gradients of a call that `name` serves."""
+    why = _why_other_backward(name, call, is_named)
+    return name if why is None else BACKENDS[name].backward or name
 
 
 def of_score_gradients(name: str, call: Call) -> str | None:
@@ -110,7 +124,8 @@ def reason(name: str, call: Call) -> str | None:
     why_not = backend.unsupported(call)
     if why_not is not None:
         return why_not
-    for other in (of_backward(name, call), of_score_gradients(name, call) or name):
+    makes_gradients = of_backward(name, call, is_named=True)
+    for other in (makes_gradients, of_score_gradients(name, call) or name):
         why_not = None if other == name else reason(other, call.of_gradients())
         if why_not is not None:
             return f"{other!r} makes its gradients: {why_not}"
@@ -182,8 +197,9 @@ def explain(implementation: str | None, call: Call) -> str:
         lines.append(f"implementation: {chosen}")
         if chosen in BACKENDS:
             lines += [f"    {line}" for line in module(chosen).division(call)]
-            if (other := of_backward(chosen, call)) != chosen:
-                why = module(chosen).other_backward(call)
+            is_named = implementation is not None
+            if why := _why_other_backward(chosen, call, is_named):
+                other = BACKENDS[chosen].backward
                 lines.append(f"    gradients: {other}, since {why}")
             elif other := of_score_gradients(chosen, call):
                 fields = (_ARGUMENTS.get(x, x) for x in call.spec.score.operands)

@@ -31,6 +31,7 @@ class Problem:
       axes: of each operand: query, key, value and the leaves of the spec.
       spec_tree: the structure of the AttentionSpec, with its static fields.
       backend: name of the backend.
+      is_named: whether the caller named it.
       config: of the kernels.
       precision: of products of float32 operands.
     """
@@ -38,15 +39,16 @@ class Problem:
     axes: tuple[Axes, ...]
     spec_tree: Any
     backend: str
+    is_named: bool
     config: Config | None
     precision: jax.lax.Precision | None
 
     @classmethod
-    def of(cls, call: Call, backend: str) -> Problem:
+    def of(cls, call: Call, backend: str, *, is_named: bool = False) -> Problem:
         """The problem whose arrays are those of `call.operands`."""
         axes = tuple(x.axes for x in call.operands)
         tree = jax.tree.structure(call.spec)
-        return cls(axes, tree, backend, call.config, call.precision)
+        return cls(axes, tree, backend, is_named, call.config, call.precision)
 
     def result_dtype(self, dtype):
         """Of a result that has that dtype if it is no part of another."""
@@ -154,7 +156,7 @@ def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
     q, k, v, *leaves = operands[: len(problem.axes)]
     spec = problem.spec_tree.unflatten(leaves)
     call = Call(q, k, v, spec, problem.config, problem.precision)
-    name = _backends.of_backward(problem.backend, call)
+    name = _backends.of_backward(problem.backend, call, is_named=problem.is_named)
     other = _backends.of_score_gradients(name, call)
     return (name,) if other is None else (name, other)
 

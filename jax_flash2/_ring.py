@@ -56,7 +56,8 @@ def attend(
 
     # What goes with keys is little beside them, and so it does not travel.
     call = dataclasses.replace(call, spec=jax.tree.map(of_all, call.spec))
-    ring = _Ring(Problem.of(call, backend), layout)
+    problem = Problem.of(call, backend, is_named=implementation is not None)
+    ring = _Ring(problem, layout)
     values = tuple(x.value for x in call.operands)
     *arrays, rank = _sharding.varying_alike((*values, layout.rank()))
     return _run(ring, tuple(arrays), rank)
@@ -133,7 +134,7 @@ class _Rounds:
         static = self.ring.problem
         call = Call(self.q, k, v, spec, static.config, static.precision)
         call = _round(call, self.ring.layout, self.rank, source)
-        problem = Problem.of(call, static.backend)
+        problem = Problem.of(call, static.backend, is_named=static.is_named)
         return problem, tuple(x.value for x in call.operands)
 
     def packed(self, k: Named, v: Named) -> jax.Array:

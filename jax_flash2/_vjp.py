@@ -52,6 +52,7 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
 
 def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Output and lse (rows last) of a call on one device."""
-    problem = Problem.of(call, _backends.choose(implementation, call))
+    backend = _backends.choose(implementation, call)
+    problem = Problem.of(call, backend, is_named=implementation is not None)
     with _derivatives.named_mode(problem.backend):
         return attend(problem, tuple(x.value for x in call.operands))

@@ -126,6 +126,13 @@ class Backend(Protocol):
         """
         ...
 
+    def slower_backward(self, call: Call, /) -> str | None:
+        """Why that other backend makes the gradients of a call faster, or None.
+
+        As measured. It then makes them, unless the caller names this backend.
+        """
+        ...
+
     def division(self, call: Call, /) -> Sequence[str]:
         """How the work of a call is divided, in words; none if it is not.
 

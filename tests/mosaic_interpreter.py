@@ -249,7 +249,7 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     options = {"bias": None, "mask": None, **defaults, **arguments}
     call = _api._checked(query=q, key=k, value=v, **options)
     assert backend.unsupported(call) is None
-    problem = Problem.of(call, "mosaic_gpu")
+    problem = Problem.of(call, "mosaic_gpu", is_named=True)
     has_gradients = backend.other_backward(call.of_gradients()) is None
 
     @jax.jit

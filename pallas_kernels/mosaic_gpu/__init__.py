@@ -53,7 +53,12 @@ def slower(call: Call, /) -> str | None:
     """Why the next backend is faster for a call that this one serves, or None."""
     if call.config is not None and call.config.forward is not None:
         return None
-    return tuning.slower(call, _programs(call))
+    return tuning.slower(call, _programs(call), memory.copies_operands(call.size))
+
+
+def slower_backward(call: Call, /) -> str | None:
+    """Why the other backend makes the gradients faster, or None."""
+    return tuning.slower_backward(call)
 
 
 def _heads(call: Call) -> tuple[int, int]:

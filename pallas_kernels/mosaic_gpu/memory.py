@@ -309,6 +309,14 @@ def _multiples(x: Named, head: str, block: Mapping[str, int]) -> dict[str, int]:
     return {"t": rows, "s": rows, head: _ELEMENTS}
 
 
+def copies_operands(size: Mapping[str, int]) -> bool:
+    """Whether arrays with head elements must be padded for TMA, and results cut."""
+    heads = size["h"], size["d"]
+    anywhere = all(support.is_one_part(head_elements(x), 2) for x in heads)
+    odd_rows = not anywhere and any(size[name] % _ROWS for name in "ts")
+    return odd_rows or any(x % _ELEMENTS for x in heads)
+
+
 def head_elements(size: int) -> int:
     """Of a tile in shared memory, for a head size."""
     return _padded(size, _ELEMENTS)

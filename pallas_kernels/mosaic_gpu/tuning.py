@@ -113,14 +113,25 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
     return None
 
 
-# Keys, about, that a query looks at, from which on these kernels are faster, by the
-# largest head size: a program's start and end are then little of its time. Timed at
-# heads of 64, 96, 128 and 256, and windows at 128 (NVIDIA H100, 2026-11-25:
-# 068-several-tiles-a-program.md). Lengths, masks, biases and dropout with fewer keys
-# have not been timed.
-_FEWEST_KEYS = {95: 1024, 128: 256, 256: 512}
+# Keys, about, that a query looks at, from which on these kernels are faster, forward and
+# backward, by the largest head size: a program's start and end are then little of its
+# time. Timed at heads of 32, 64, 80, 96, 128, 160 and 256 (NVIDIA H100, 2026-11-25:
+# 068-several-tiles-a-program.md, 081-short-rows-on-hopper.md).
+_FEWEST_KEYS = {
+    63: (1024, 1024),
+    95: (128, 1024),
+    128: (256, 256),
+    256: (256, 512),
+}
+_FEWEST_OF_BIASES = (128, 1024)
 _FEWEST_OF_WINDOWS = 450
+_FEWEST_OF_MASKS = 512  # of pairs, and dropout
+# Of key lengths, and of biases of four bytes; beside small heads of masks, causal ones
+# too, and of dropout.
 _FEWEST_OF_OTHERS = 1024
+# Where operands are copied because TMA cannot read them as they are. Not timed between
+# 2047, where Triton is up to 1.34 times as fast, and 4095, where it is not.
+_FEWEST_OF_COPIES = 3072
 # Query rows: those of a block. Fewer leave warpgroups without work; the Triton kernels
 # then have smaller blocks, take the heads of a group as rows and divide the keys.
 _FEWEST_ROWS = 128
@@ -128,31 +139,63 @@ _FEWEST_ROWS = 128
 _ENOUGH = 0.8
 
 
-def slower(call: Call, programs: float) -> str | None:
+def _has_wide_bias(spec: AttentionSpec) -> bool:
+    return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
+
+
+def _fewest_keys(spec: AttentionSpec, largest: int) -> tuple[int, int]:
+    """Of `_FEWEST_KEYS`, for the forward and the backward of a call."""
+    if _has_wide_bias(spec):
+        forward = backward = _FEWEST_OF_OTHERS
+    elif spec.has_bias_of_pairs:
+        forward, backward = _FEWEST_OF_BIASES
+    else:
+        found = (x for size, x in _FEWEST_KEYS.items() if largest <= size)
+        forward, backward = next(found)
+    least = 0
+    if spec.is_windowed:
+        least = _FEWEST_OF_WINDOWS
+    if spec.has_mask_of_pairs or spec.dropout is not None:
+        least = _FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS
+    elif not spec.rows_are_sorted:
+        least = _FEWEST_OF_OTHERS
+    elif spec.later_rows_see_more and largest <= 95 and not spec.has_bias_of_pairs:
+        forward = _FEWEST_OF_OTHERS
+    return max(forward, least), max(backward, least)
+
+
+def slower(call: Call, programs: float, copied: bool) -> str | None:
     """Why the next backend is faster for a call, or None.
 
     Args:
       programs: for each multiprocessor.
+      copied: whether operands must be, for these kernels.
     """
     spec, largest = call.spec, max(call.head_sizes)
     keys = spec.mean_keys(call.size["s"])
     if spec.is_sparse:
         return "most blocks of keys may be skipped"
-    is_wide = spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
-    if is_wide and largest <= 64:
+    if _has_wide_bias(spec) and largest <= 64:
         return "a float32 bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
-    fewest = next(n for size, n in _FEWEST_KEYS.items() if largest <= size)
-    timed = spec.rows_are_sorted and spec.dropout is None and spec.score.bias is None
-    if spec.is_windowed:
-        fewest = max(fewest, _FEWEST_OF_WINDOWS)
-    if not timed:
-        fewest = _FEWEST_OF_OTHERS
-    if keys < fewest:
+    if keys < _fewest_keys(spec, largest)[0]:
         return f"about {keys} keys for a query are few"
+    if copied and keys < _FEWEST_OF_COPIES:
+        return (
+            f"about {keys} keys for a query are few where rows are no multiple of 8, or "
+            "heads of 16, so that operands are copied"
+        )
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
+    return None
+
+
+def slower_backward(call: Call) -> str | None:
+    """Why the gradients are made faster by the next backend, or None."""
+    keys = call.spec.mean_keys(call.size["s"])
+    if keys < _fewest_keys(call.spec, max(call.head_sizes))[1]:
+        return f"about {keys} keys for a query are few"
     return None
 
 
