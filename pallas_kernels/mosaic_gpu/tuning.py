@@ -113,9 +113,9 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
     return None
 
 
-# Keys, about, that a query looks at, from which on these kernels are faster, forward and
-# backward, by the largest head size: a program's start and end are then little of its
-# time. Timed at heads of 32, 64, 80, 96, 128, 160 and 256 (NVIDIA H100, 2026-11-25:
+# Keys, about, that a query looks at, from which on these kernels are faster, forward
+# and backward, by the largest head size: a program's start and end are then little of
+# its time. Timed at heads of 32, 64, 80, 96, 128, 160 and 256 (NVIDIA H100, 2026-11-25:
 # 068-several-tiles-a-program.md, 081-short-rows-on-hopper.md).
 _FEWEST_KEYS = {
     63: (1024, 1024),
@@ -183,8 +183,8 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
         return f"about {keys} keys for a query are few"
     if copied and keys < _FEWEST_OF_COPIES:
         return (
-            f"about {keys} keys for a query are few where rows are no multiple of 8, or "
-            "heads of 16, so that operands are copied"
+            f"about {keys} keys for a query are few where operands are copied, since "
+            "rows are no multiple of 8, or heads of 16"
         )
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
