@@ -283,8 +283,8 @@ def context(rows: Sequence[Mapping], results_dir: Path) -> list[Path]:
         axes.set_ylim(bottom=0)
         axes.set(
             xlabel="rows a device",
-            ylabel="part of ideal",
-            title=f"Weak scaling, {which}, {_where(rows)}",
+            ylabel="of one device",
+            title=f"Weak scaling, {tables.TITLES[which].lower()}\n{_where(rows)}",
         )
         axes.grid(alpha=0.3)
         axes.legend()
