@@ -13,7 +13,10 @@ Rows go to `features.jsonl`.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import jax
@@ -166,34 +169,50 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
     return found | ({"with_operand": operand} if feature.operand else {})
 
 
-def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
-    """A row for each feature and pass."""
-    timed, failures, memory = {}, {}, {}
-    found = features(shape)
-    with options.Progress(len(found), "feature") as progress:
+def _program(compiled: jax.stages.Compiled, arguments: tuple) -> Program:
+    """After its first call."""
+    jax.block_until_ready(compiled(*arguments))
+    run = functools.partial(compiled, *arguments)
+    return Program(
+        run, jax.block_until_ready, lambda _: {}, memory=programs.memory(compiled)
+    )
+
+
+def _started(shape: Shape, found: Mapping[str, Feature]) -> tuple[dict, dict]:
+    """Programs by feature and pass, compiled side by side, and failures."""
+    compiling, started, failures = {}, {}, {}
+    whole = shape.operands()
+    with (
+        options.Progress(len(found), "feature") as progress,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         for name, feature in found.items():
             operands = [
-                x.reshape(x.shape[0] * feature.split, -1, *x.shape[2:])
-                for x in shape.operands()
+                x.reshape(x.shape[0] * feature.split, -1, *x.shape[2:]) for x in whole
             ]
+            arguments = (*operands, feature.arrays)
             for which, function in passes(shape, feature).items():
-                arguments = (*operands, feature.arrays)
                 try:
-                    compiled = programs.lower(function, *arguments).compile()
-                    jax.block_until_ready(compiled(*arguments))
+                    lowered = programs.lower(function, *arguments)
+                    compiling[name, which] = pool.submit(lowered.compile), arguments
                 except Exception as error:  # one feature's failure is a result
                     failures[name, which] = harness.describe(error)
-                    continue
+            progress.step(f"lowered: {name}")
+    for at, (future, arguments) in compiling.items():
+        try:
+            started[at] = _program(future.result(), arguments)
+        except Exception as error:  # as above
+            failures[at] = harness.describe(error)
+    return started, failures
 
-                def run(compiled=compiled, arguments=arguments):
-                    return compiled(*arguments)
 
-                memory[name, which] = programs.memory(compiled)
-                timed[name, which] = Program(
-                    run, jax.block_until_ready, lambda results: {}, memory={}
-                )
-            progress.step(f"compiled: {name}")
-        progress.say(f"timing {len(timed)} programs, {rounds} rounds")
+def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
+    """A row for each feature and pass."""
+    found = features(shape)
+    with harness.compiling():
+        timed, failures = _started(shape, found)
+    print(f"timing {len(timed)} programs, {rounds} rounds", flush=True)
+    with harness.alone():
         timings, later = harness.time_interleaved(timed, rounds=rounds)
     rows = []
     for name, feature in found.items():
@@ -204,7 +223,7 @@ def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
             row |= {"pairs": feature.pairs, "beside": feature.beside}
             row |= {"failure": {**failures, **later}.get(at)}
             if at in timings:
-                row |= timings[at].row() | {"memory": memory[at]}
+                row |= timings[at].row() | {"memory": timed[at].memory}
             rows.append(row)
     return rows
 
