@@ -9,8 +9,33 @@ DOCUMENTS = "tests/test_visits.py -k of_documents"
 SCHEDULE = "tests/test_schedule.py"
 APART = "tests/test_mosaic_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
+CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
 
 MUTANTS = [
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "gradients leave a backend that the caller names",
+            "if is_named or reason(",
+            "if reason(",
+            CHOICE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/memory.py",
+        (
+            "rows that end anywhere are always copied",
+            "odd_rows = not anywhere and any(",
+            "odd_rows = any(",
+            CHOICE,
+        ),
+        (
+            "heads that must be padded are not copied",
+            "return odd_rows or any(x % _ELEMENTS for x in heads)",
+            "return odd_rows",
+            CHOICE,
+        ),
+    ),
     *of(
         "pallas_kernels/mosaic_gpu/forward.py",
         (
