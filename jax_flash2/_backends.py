@@ -196,9 +196,11 @@ def explain(implementation: str | None, call: Call) -> str:
         chosen = _choice(implementation, call)
         lines.append(f"implementation: {chosen}")
         if chosen in BACKENDS:
-            lines += [f"    {line}" for line in module(chosen).division(call)]
             is_named = implementation is not None
-            if why := _why_other_backward(chosen, call, is_named):
+            why = _why_other_backward(chosen, call, is_named)
+            division = () if why else module(chosen).division(call)
+            lines += [f"    {line}" for line in division]
+            if why:
                 other = BACKENDS[chosen].backward
                 lines.append(f"    gradients: {other}, since {why}")
             elif other := of_score_gradients(chosen, call):

@@ -140,6 +140,7 @@ def test_gradients_go_to_the_backend_that_measured_faster():
     lower_for_gpu(ask, x)
     chosen, named = texts
     assert "gradients: triton, since about 512 keys" in chosen
+    assert "dkv" not in chosen
     assert "gradients: triton" not in named
     for options in ({}, MOSAIC):
         values.append(lower_for_gpu(jax.grad(functools.partial(loss, **options)), x))

@@ -301,6 +301,7 @@ def backward(
         (q, k, v, spec, saved, visits),
         results,
         block={"t": rows, "s": ROWS, **wider},
+        tiles=width,
         columns="t",
         scratch=_shared(blocks, layout.size, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,

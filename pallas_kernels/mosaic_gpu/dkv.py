@@ -193,6 +193,7 @@ def dkv(
         (q, k, v, spec, saved, visits),
         outputs,
         block={"t": rows, "s": keys, **wider},
+        tiles=width,
         columns="t",
         scratch=_shared(blocks, width, elements, q.dtype),
         warpgroups=_COMPUTING + 1,

@@ -179,6 +179,7 @@ def dq(
         (q, k, v, spec, saved),
         (output,),
         block={"t": ROWS, "s": keys, **wider},
+        tiles=width,
         columns="s",
         scratch=tiles,
         warpgroups=computing + 1,

@@ -280,8 +280,7 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
 
     Args:
       x: the operand or the result.
-      block: sizes of the blocks of `t` and `s`, and of tiles of heads that are wider
-        than the array.
+      block: sizes of the blocks of `t` and `s`; of tiles of heads, if they differ.
       fill: what lies beyond the array.
     """
     heads = tuple(name for name in x.axes if name in _HEADS)
@@ -303,9 +302,10 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
 def _multiples(x: Named, head: str, block: Mapping[str, int]) -> dict[str, int]:
     """Of the sizes of axes of an array with head elements, as TMA copies it."""
     elements = head_elements(dict(zip(x.axes, x.shape, strict=True))[head])
-    columns, itemsize = block.get(head, elements), x.dtype.itemsize
-    anywhere = support.is_one_part(columns, itemsize, elements)
-    rows = 1 if anywhere else _ROWS
+    # Beside a wide tile no other one is read in parts of one row.
+    widths = [block[name] for name in _HEADS if name in block] or [elements]
+    parts = (support.is_one_part(n, x.dtype.itemsize, elements) for n in widths)
+    rows = 1 if all(parts) else _ROWS
     return {"t": rows, "s": rows, head: _ELEMENTS}
 
 
@@ -342,6 +342,7 @@ def call(
     warpgroups: int,
     name: str,
     programs: int | None = None,
+    tiles: Mapping[str, int] | None = None,
 ) -> tuple[Named, ...]:
     """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
 
@@ -354,10 +355,11 @@ def call(
       warpgroups: of a program.
       name: of the kernel in profiles.
       programs: how many; None for one for each tile of the grid.
+      tiles: widths of tiles of heads; None for the elements of each array.
     """
     leaves, tree = jax.tree.flatten(inputs)
     boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
-    sizes = grid.rows | {name: n for name, n in block.items() if name in _HEADS}
+    sizes = {**grid.rows, **(tiles or {})}
     operands = [_as_loaded(x, sizes, columns) for x in leaves]
     results = [_as_copied(x, sizes) for x in outputs]
     shared, shared_tree = jax.tree.flatten(

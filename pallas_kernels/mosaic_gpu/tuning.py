@@ -152,16 +152,14 @@ def _fewest_keys(spec: AttentionSpec, largest: int) -> tuple[int, int]:
     else:
         found = (x for size, x in _FEWEST_KEYS.items() if largest <= size)
         forward, backward = next(found)
-    least = 0
-    if spec.is_windowed:
-        least = _FEWEST_OF_WINDOWS
+    least = [_FEWEST_OF_WINDOWS] if spec.is_windowed else [0]
     if spec.has_mask_of_pairs or spec.dropout is not None:
-        least = _FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS
-    elif not spec.rows_are_sorted:
-        least = _FEWEST_OF_OTHERS
-    elif spec.later_rows_see_more and largest <= 95 and not spec.has_bias_of_pairs:
+        least.append(_FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS)
+    if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
+        least.append(_FEWEST_OF_OTHERS)
+    if spec.later_rows_see_more and largest <= 95 and not spec.has_bias_of_pairs:
         forward = _FEWEST_OF_OTHERS
-    return max(forward, least), max(backward, least)
+    return max(forward, *least), max(backward, *least)
 
 
 def slower(call: Call, programs: float, copied: bool) -> str | None:
