@@ -219,7 +219,7 @@ LONG_CALLS = {
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("name", LONG_CALLS)
-@pytest.mark.parametrize("count", [8, 32, 128])
+@pytest.mark.parametrize("count", [32, *deeply(8, 128)])
 def test_programs_do_not_wait_for_the_end_of_others(
     name, heads, count, multiprocessors
 ):
