@@ -290,7 +290,7 @@ def _check_soundness(made, block_q, block_kv):
             need_lo, full_lo, full_hi, need_hi = map(int, found)
             assert 0 <= need_lo <= full_lo <= full_hi <= need_hi
             walked = [tuple(map(int, found.at(n))) for n in range(int(found.count))]
-            edges = (*range(need_lo, full_lo), *range(full_hi, need_hi))
+            edges = [*range(need_lo, full_lo), *range(full_hi, need_hi)][::-1]
             full = [(0, n) for n in range(full_lo, full_hi)]
             assert walked == [*((1, n) for n in edges), *full]
             kept = rows[lo:hi]
