@@ -130,7 +130,7 @@ def forward(
 
                 @pl.loop(0, count)
                 def _(i):
-                    here = keys_at(tile[1], needed.at(i)[1])
+                    here = keys_at(tile[1], needed.at(i, may_skip)[1])
                     ring.fill(first + i, k=k.at(here))
                     ring.fill(first + i, v=v.at(here))
                     for view in memory.by_tiles(all_spec)[: len(numbers)]:
@@ -276,7 +276,7 @@ def forward(
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
-                    here = keys_at(own, needed.at(i - begin)[1])
+                    here = keys_at(own, needed.at(i - begin, may_skip)[1])
                     if not numbers:
                         return program.pairs(spec, here, ("t", "s"), masked, launch)
                     place = i * computing + me
