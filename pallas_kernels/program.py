@@ -61,15 +61,9 @@ def query_rows(
     return load_tree(spec, ("t", "s"), where), where
 
 
-def key_blocks(
-    spec: AttentionSpec, where: Where, layout: Layout, start, size: int | None = None
-) -> Range:
-    """The range of key blocks that a program needs for its rows from `start`.
-
-    Args:
-      size: how many of the rows of a program; None for all.
-    """
-    end = _end(layout, "t", start) if size is None else start + size
+def key_blocks(spec: AttentionSpec, where: Where, layout: Layout, start) -> Range:
+    """The range of key blocks that a program needs for its rows from `start`."""
+    end = _end(layout, "t", start)
     blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
     return layout.own_blocks(where, blocks)
 

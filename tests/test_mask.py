@@ -289,14 +289,10 @@ def _check_soundness(made, block_q, block_kv):
             found = getattr(at, method)(lo, hi, other, other_block)
             need_lo, full_lo, full_hi, need_hi = map(int, found)
             assert 0 <= need_lo <= full_lo <= full_hi <= need_hi
-            edges = [
-                (1, n) for n in (*range(need_lo, full_lo), *range(full_hi, need_hi))
-            ]
+            walked = [tuple(map(int, found.at(n))) for n in range(int(found.count))]
+            edges = (*range(need_lo, full_lo), *range(full_hi, need_hi))
             full = [(0, n) for n in range(full_lo, full_hi)]
-            for from_last in (False, True):
-                places = (found.at(n, from_last) for n in range(int(found.count)))
-                walked = [tuple(map(int, x)) for x in places]
-                assert walked == [*(edges[::-1] if from_last else edges), *full]
+            assert walked == [*((1, n) for n in edges), *full]
             kept = rows[lo:hi]
             assert not kept[:, : need_lo * other_block].any()
             assert not kept[:, need_hi * other_block :].any()

@@ -86,20 +86,6 @@ def test_blocks(name, blocks, monkeypatch, record_property):
 
 
 @deep
-@pytest.mark.parametrize("blocks", ["three_warpgroups", "few_keys"])
-@pytest.mark.parametrize("name", ["window_offset", "bias_half"])
-def test_blocks_that_some_warpgroups_skip(name, blocks, monkeypatch, record_property):
-    mosaic_interpreter.install(monkeypatch)
-    base = with_heads(by_name(name).full(), 64)
-
-    def arguments(rng, case):
-        return {**base.arguments(rng, case), "is_causal": True}
-
-    case = dataclasses.replace(base, arguments=arguments)
-    check(case, record_property, config=Config(forward=BLOCKS[blocks]))
-
-
-@deep
 def test_dropped_keys_never_come_through(monkeypatch):
     """Not where queries beyond the array meet what is not finite, either."""
     mosaic_interpreter.install(monkeypatch)

@@ -107,35 +107,20 @@ class Range(NamedTuple):
 
         return self.need_hi - self.need_lo - skipped, place
 
-    def at(self, index, from_last: bool = False) -> tuple[Any, Any]:
+    def at(self, index) -> tuple[Any, Any]:
         """Number `index` of the `count` blocks: first the edges, then the full ones.
 
         For loops that do not run here: a warp that loads blocks for others walks them
         with a counter, in the order in which the forward kernel folds them.
-
-        Args:
-          from_last: whether the edges begin with the last one. Blocks that some rows do
-            not need, since their own ones end earlier, then come first (`beyond`).
 
         Returns:
           Whether pairs may be masked, and the block.
         """
         edges, place = self._edges()
         full = jnp.asarray(index >= edges, jnp.int32)
-        edge = place(edges - 1 - index if from_last else index)
+        edge = place(index)
         # Arithmetic instead of `where`, as in `_when`.
         return index < edges, edge + full * (self.full_lo + index - edges - edge)
-
-    def beyond(self, other: Range):
-        """How many of the first blocks, from the last on, `other` does not need.
-
-        At least one of the edges is left.
-
-        Args:
-          other: of fewer rows.
-        """
-        past = maximum(self.need_hi - other.need_hi, 0)
-        return maximum(minimum(past, self.edges - 1), 0)
 
     def in_order(self, index) -> tuple[Any, Any]:
         """Number `index` of the `count` blocks, from the first on: as `at`."""

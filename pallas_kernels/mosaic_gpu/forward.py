@@ -86,9 +86,6 @@ def forward(
     turns = support.Turns(computing, warpgroups=computing + 1)
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs and not spec.peaks_inside
-    # Where blocks of keys are shorter than those of queries, a warpgroup may not need
-    # the last ones of its program.
-    may_skip = spec.later_rows_see_more and keys < blocks.block_q
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -130,7 +127,7 @@ def forward(
 
                 @pl.loop(0, count)
                 def _(i):
-                    here = keys_at(tile[1], needed.at(i, may_skip)[1])
+                    here = keys_at(tile[1], needed.at(i)[1])
                     ring.fill(first + i, k=k.at(here))
                     ring.fill(first + i, v=v.at(here))
                     for view in memory.by_tiles(all_spec)[: len(numbers)]:
@@ -249,34 +246,17 @@ def forward(
                 added(last)
                 return flash2.State(m, total, acc[...])
 
-            def skip(i):
-                """Leaves a tile of the ring to the other warpgroups."""
-                ring.wait("k", i)
-                turns.wait(me)
-                turns.pass_on(me)
-                ring.release("k", i)
-                ring.wait("v", i)
-                ring.release("v", i)
-                for _ in numbers:
-                    own_ring.wait("pairs", i * computing + me)
-                    own_ring.release("pairs", i * computing + me)
-
             def visit(again, chosen, r, state):
                 """One round, of those in `chosen`; the rounds lost are in the state."""
-                begin, lost = state
+                first, lost = state
                 tile = spec, where, start = tile_of(r)
-                needed, all_blocks = keys_of(tile, again)
-                rows, skipped = start + me * ROWS, jnp.int32(0)
-                if may_skip:
-                    own_keys = program.key_blocks(spec, where, layout, rows, ROWS)
-                    skipped = jnp.int32(needed.beyond(own_keys))
-                first, count = begin + skipped, all_blocks - skipped
-                edges = jnp.int32(needed.edges) - skipped
+                needed, count = keys_of(tile, again)
+                edges, rows = jnp.int32(needed.edges), start + me * ROWS
                 steps = jnp.int32(1) if few_steps and not again else edges
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
-                    here = keys_at(own, needed.at(i - begin, may_skip)[1])
+                    here = keys_at(own, needed.at(i - first)[1])
                     if not numbers:
                         return program.pairs(spec, here, ("t", "s"), masked, launch)
                     place = i * computing + me
@@ -290,8 +270,6 @@ def forward(
                     pl.when(has_next(chosen, r))(lambda: fetch_q(r + 1))
 
                 pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
-                if may_skip:
-                    pl.loop(begin, first)(skip)
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if o_apart else lambda: None
                 through = functools.partial(
@@ -327,7 +305,7 @@ def forward(
                 if not o_apart:
                     _wait_until_stored()
                     fetch_next()
-                return begin + all_blocks, lost
+                return first + count, lost
 
             turns.start(me)
             once = functools.partial(visit, False, rounds)
