@@ -119,18 +119,30 @@ def test_two_chunks_a_device_for_transformer_engine():
     assert packed[:3].tolist() == [0, 2, 4]
 
 
-def rows_of(case: Case, names: list[str]) -> dict[tuple, dict]:
+def rows_of(case: Case, names: list[str], rounds: int = 1) -> dict[tuple, dict]:
     peers, found = [PEERS[name] for name in names], {}
     passes = context_rows.WHICH
     to_check = context_rows.to_check(case, peers)
     checked = context_rows.errors(case, to_check, passes)
     for which in passes:
         for row in context_rows.rows_of(
-            *(case, peers, which, checked), rounds=1, most_seconds=1.0, ceiling=1.0
+            *(case, peers, which, checked),
+            rounds=rounds,
+            most_seconds=1.0,
+            ceiling=1.0,
         ):
             found[which, row["peer"]] = row
     context_rows._COMPILING.clear()
     return found
+
+
+def test_first_calls_alone():
+    """Nothing is beside them to be compared with."""
+    case = case_of("causal", 2)
+    for row in rows_of(case, ["jax_flash2"], rounds=0).values():
+        assert row["failure"] is None and row["calls"] == 1 and row["seconds"] > 0
+        assert row["bytes"] == bytes_moved(case, row["method"], row["pass"])
+        assert "efficiency" not in row and "of_kernels" not in row
 
 
 def checked_rows(mask: str, parts: int, choice: str, names: list[str]) -> list[dict]:

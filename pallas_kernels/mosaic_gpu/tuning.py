@@ -130,7 +130,8 @@ _FEWEST_OF_MASKS = 512  # of pairs, and dropout
 # too, and of dropout.
 _FEWEST_OF_OTHERS = 1024
 # Where operands are copied because TMA cannot read them as they are. Not timed between
-# 2047, where Triton is up to 1.34 times as fast, and 4095, where it is not.
+# 2047, where Triton is 1.34 times as fast at heads of 80, and 4095, where it is not at
+# 128 (the same GPU: 081-short-rows-on-hopper.md).
 _FEWEST_OF_COPIES = 3072
 # Query rows: those of a block. Fewer leave warpgroups without work; the Triton kernels
 # then have smaller blocks, take the heads of a group as rows and divide the keys.
