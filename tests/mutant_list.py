@@ -191,6 +191,12 @@ MUTANTS = [
             "tests/test_accumulate.py -k test_range",
         ),
         (
+            "sums of values out of range",
+            "() if narrow else jax.tree.leaves(state.acc)",
+            "()",
+            "tests/test_accumulate.py -k large_values",
+        ),
+        (
             "an old sum not scaled by a new maximum",
             "l = _scaled_rows(state.l, alpha, arithmetic) if",
             "l = state.l if",

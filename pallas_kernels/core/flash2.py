@@ -171,19 +171,22 @@ def in_range(state: State, dtype) -> jax.Array:
     """[rows], whether `accumulate` was as good as `step`, with products in `dtype`.
 
     Sums must be far from the ends of the range of numbers: of p, each at most l, in
-    `dtype`, and of values in float32, where those below 2**97 then have room. An
-    exponent may be off by the roundoff of m, and by its own: products in float32 want
-    it smaller. An m of -inf stands for 0, which is far from what the maximum is, and so
-    too far for float16.
+    `dtype`. Those of values have room beside a small l; beside a large one they may
+    leave the range of float32, which then shows in them. An exponent may be off by the
+    roundoff of m, and by its own: products in float32 want it smaller. An m of -inf
+    stands for 0, which is far from what the maximum is, and so too far for float16.
     """
     kind = jnp.finfo(dtype)
     largest = float(kind.max)
     narrow = largest < 2.0**30
     m = jnp.abs(state.m if narrow else finite(state.m))
-    wide = 2.0**18 if kind.bits > 16 else 2.0**30
+    wide = 2.0**18 if kind.bits > 16 else 2.0**100
     limit = largest / 2 if narrow else wide
     l = state.total
-    return (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
+    good = (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
+    for acc in () if narrow else jax.tree.leaves(state.acc):
+        good &= jnp.sum(jnp.abs(acc), axis=-1) < jnp.inf  # False for NaN
+    return good
 
 
 def finite(m: jax.Array) -> jax.Array:
