@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Heads, Named, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.tables import FEW_ROWS
@@ -118,28 +117,6 @@ def summed(found: Sequence[Named], outputs: Sequence[Named]) -> tuple[jax.Array,
     """Gradients from their parts."""
     pairs = zip(found, outputs, strict=True)
     return tuple(x.summed(PARTS).value.astype(out.dtype) for x, out in pairs)
-
-
-def merged(
-    found: tuple[Named, Named], outputs: tuple[Named, Named], sink: Named | None
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp, from parts of the keys if there are any.
-
-    Args:
-      found: the results of a kernel.
-      outputs: their shape structs.
-      sink: one that no part took in.
-    """
-    o, lse = found
-    if "z" not in o.axes:
-        return o.value, lse.value
-    rows = tuple(a for a in o.axes if a not in ("z", "d"))
-    joint = None if sink is None else sink.to(rows)
-    parts = o.to(("z", *rows, "d")), lse.to(("z", *rows))
-    whole, total = flash2.merge(*parts, joint)
-    of_o, of_lse = outputs
-    o, lse = Named(whole, (*rows, "d")), Named(total, rows)
-    return o.to(of_o.axes).astype(of_o.dtype), lse.to(of_lse.axes)
 
 
 @dataclasses.dataclass(frozen=True)

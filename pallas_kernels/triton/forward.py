@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import division, program
+from pallas_kernels import program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
+from pallas_kernels.triton.merge import merged
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
 _PARTS = 8
@@ -102,4 +103,6 @@ def forward(
     found = memory.call(
         kernel, layout, inputs, outputs, name="flash2_forward", launch=launch
     )
-    return division.merged(found, outputs, sink)
+    if not layout.parts:
+        return tuple(x.value for x in found)
+    return merged(*found, sink, outputs, interpret=launch.interpret)
