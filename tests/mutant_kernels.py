@@ -191,12 +191,6 @@ _TRITON = [
     *of(
         "pallas_kernels/division.py",
         (
-            "a sink in no part",
-            "flash2.merge(*parts, joint)",
-            "flash2.merge(*parts)",
-            FEW + " -k 'sinks and 3'",
-        ),
-        (
             "packed rows all stand at the first positions",
             "dataclasses.replace(packed, repeat=self.heads.group)",
             "packed",

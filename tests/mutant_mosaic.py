@@ -31,8 +31,8 @@ MUTANTS = [
         ),
         (
             "heads that must be padded are not copied",
-            "return odd_rows or any(x % _ELEMENTS for x in heads)",
-            "return odd_rows",
+            "return any(x % (_FEWEST_BYTES // 2) for x in heads)",
+            "return False",
             CHOICE,
         ),
     ),

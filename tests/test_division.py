@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from jax_flash2 import Config, attention, explain
 from pallas_kernels import device, division
+from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.triton.merge import merged
 from tests import tolerances
 from tests.cases import FEATURES, INTERPRETED, ON_GPU, Case
 from tests.tiers import deep, deeply
@@ -118,6 +120,34 @@ def test_a_rows_bits_do_not_depend_on_its_batch():
     for i in range(7):
         alone = run(*(x[i : i + 1] for x in arrays))
         np.testing.assert_array_equal(together[i : i + 1], alone)
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("parts", [3, 130])
+def test_many_parts_are_merged(parts, has_sink):
+    """As `flash2.merge` does it at once; the kernel takes up to 64 parts in a turn."""
+    rng = np.random.default_rng(parts)
+    o = rng.standard_normal((parts, 2, 5, 24)).astype(np.float32)
+    lse = 9 * rng.standard_normal((parts, 2, 5)).astype(np.float32)
+    lse[parts // 2 :, 0, 1] = lse[:, 1, 3] = -np.inf  # a row lacks parts, another all
+    o[lse == -np.inf] = np.nan
+    sink = np.float32([0.5, 7.0]) if has_sink else None
+    structs = [
+        Named(jax.ShapeDtypeStruct(x.shape[1:], dtype), ("n", "t", "d")[: x.ndim - 1])
+        for x, dtype in ((o, jnp.bfloat16), (lse, jnp.float32))
+    ]
+    found = merged(
+        Named(jnp.asarray(o), ("z", "n", "t", "d")),
+        Named(jnp.asarray(lse), ("z", "n", "t")),
+        None if sink is None else Named(jnp.asarray(sink), ("n",)),
+        (structs[0], structs[1]),
+        interpret=not ON_GPU,
+    )
+    joint = None if sink is None else sink[:, None]
+    expected = flash2.merge(jnp.asarray(o), jnp.asarray(lse), joint)
+    assert [x.dtype for x in found] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(found[0], expected[0], atol=2**-7)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
 
 
 @given(

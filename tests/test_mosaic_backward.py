@@ -30,7 +30,13 @@ from tests.tiers import mostly_deep
 
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {
-    **{"96": (96, 96), "48": (48, 40), "100_128": (100, 128), "80": (80, 80)},
+    **{
+        "96": (96, 96),
+        "48": (48, 40),
+        "40_24": (40, 24),
+        "100_128": (100, 128),
+        "80": (80, 80),
+    },
     **{"192_128": (192, 128), "160": (160, 160), "130_136": (130, 136)},
     # Narrow beside wide, which have tiles of their own.
     **{"64_192": (64, 192), "64_256": (64, 256), "256_32": (256, 32)},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
+from pallas_kernels.mosaic_gpu import support
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu
 from tests.mosaic import (
@@ -117,12 +118,15 @@ def test_calls_go_to_the_backend_that_measured_faster():
 
 
 def test_operands_that_must_be_copied():
-    """For TMA; at heads of 64 rows may end anywhere."""
+    """For TMA; at heads of 64 rows may end anywhere, and smaller ones of 8 be whole."""
     for rows, chosen in ((1500, "triton"), (1504, "mosaic_gpu"), (4095, "mosaic_gpu")):
         assert _choice((8, rows, 16, 128)) == chosen
-    for head, chosen in ((72, "triton"), (80, "mosaic_gpu")):
+    small = "mosaic_gpu" if support.COPIES_ANY_WIDTH else "triton"
+    of_heads = {72: "triton", 80: "mosaic_gpu", 40: small, 36: "triton"}
+    for head, chosen in of_heads.items():
         assert _choice((8, 2048, 16, head)) == chosen
     assert _choice((8, 1500, 16, 64)) == "mosaic_gpu"
+    assert _choice((8, 1500, 16, 40)) == small
 
 
 def test_gradients_go_to_the_backend_that_measured_faster():
@@ -149,6 +153,12 @@ def test_gradients_go_to_the_backend_that_measured_faster():
         for options in ({}, MOSAIC)
     ]
     assert ["__gpu$xla.gpu.triton" in text for text in gradients] == [True, False]
+    # Few keys that many queries look at.
+    q = jax.ShapeDtypeStruct((2, 4096, 16, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 77, 16, 64), jnp.bfloat16)
+    lower_for_gpu(ask, q, k)
+    assert texts[-2].startswith("implementation: mosaic_gpu")
+    assert "gradients: triton" not in texts[-2]
 
 
 def _features(rows: int) -> dict[str, dict]:

@@ -62,8 +62,8 @@ def slower_backward(call: Call, /) -> str | None:
 
 
 def _heads(call: Call) -> tuple[int, int]:
-    key, value = map(memory.head_elements, call.head_sizes)
-    return key, value
+    width = memory.head_tiles(call.size)
+    return width["h"], width["d"]
 
 
 def _blocks(call: Call) -> Blocks:

@@ -379,9 +379,10 @@ def _shared(
 
     def of_heads(name, count, own, along):
         shape = count, own, width[name]
-        return support.tile(shape, dtype, columns[name], rows=size[along])
+        return support.tile(shape, dtype, columns[name], (size[along], size[name]))
 
-    both = math.gcd(*columns.values())  # parts of dk and dv pass through it, too
+    # In float32: parts of dk and dv pass through it, too.
+    both = math.gcd(columns["h"], *(memory.head_elements(size[x]) for x in "hd"))
     vector = plgpu.SMEM((stages, rows), _F32)
     of_q = {"q": of_heads("h", stages, rows, "t"), "lse": vector}
     of_do = {"do": of_heads("d", stages, rows, "t"), "delta": vector}

@@ -77,7 +77,8 @@ def forward(
         layout.tiles, device.multiprocessors(), alike=spec.rows_are_sorted
     )
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
-    h, d = (memory.head_elements(layout.size[name]) for name in ("h", "d"))
+    width = memory.head_tiles(layout.size)
+    h, d = width["h"], width["d"]
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
     numbers = memory.by_tiles(spec)  # at most one array
@@ -325,7 +326,8 @@ def forward(
         layout,
         (q, k, v, spec),
         outputs,
-        block={"t": ROWS, "s": keys},
+        block={"t": ROWS, "s": keys, **memory.of_tiles(layout.size, width)[1]},
+        tiles=width,
         columns="s",
         scratch=_shared(blocks, layout.size, (h, d), v.dtype, of_output, numbers),
         warpgroups=computing + 1,
@@ -350,10 +352,9 @@ def _shared(
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
-    of_queries, of_keys = {"rows": size["t"]}, {"rows": size["s"]}
     h, d = heads
     refs = {
-        "q": support.tile((computing, ROWS, h), dtype, **of_queries),
+        "q": support.tile((computing, ROWS, h), dtype, array=(size["t"], size["h"])),
         "lse": plgpu.SMEM((computing, ROWS), _F32),
         "lost": plgpu.SMEM((computing,), jnp.int32),
         "q here": plgpu.Barrier(num_barriers=computing),
@@ -362,10 +363,12 @@ def _shared(
     for pairs in numbers:
         tile = support.tile((computing, ROWS, blocks.block_kv), pairs.dtype)
         refs |= Ring.shared({"pairs": tile}, computing, readers=1)
-    for name, n in (("k", h), ("v", d)):
-        shape = stages, blocks.block_kv, n
-        tiles = {name: support.tile(shape, dtype, **of_keys)}
+    for name, n, head in (("k", h, "h"), ("v", d, "d")):
+        shape, array = (stages, blocks.block_kv, n), (size["s"], size[head])
+        tiles = {name: support.tile(shape, dtype, array=array)}
         refs |= Ring.shared(tiles, stages, readers=computing)
     if tuning.output_apart(blocks, heads, of_output.itemsize):
-        refs["o"] = support.tile((computing, ROWS, d), of_output, **of_queries)
+        array = size["t"], size["d"]
+        row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else d
+        refs["o"] = support.tile((computing, ROWS, d), of_output, row, array)
     return refs

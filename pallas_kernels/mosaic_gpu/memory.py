@@ -34,8 +34,10 @@ _IN_TURN = 1.5
 # More of them, if their queries, do and dq have no more bytes than this: measured, too.
 _CACHED_SUMS = 32 << 20
 # What TMA copies to and from tiles comes in multiples of these: rows, where a tile is
-# read in parts of so many (`support.tile`), and head elements.
+# read in parts of so many (`support.tile`), and head elements. Where it is read in
+# single rows, these are of any number, and their elements fill 16 bytes.
 _ROWS, _ELEMENTS = 8, 16
+_FEWEST_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +282,7 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
 
     Args:
       x: the operand or the result.
-      block: sizes of the blocks of `t` and `s`; of tiles of heads, if they differ.
+      block: sizes of the blocks of `t` and `s`, and of tiles of heads.
       fill: what lies beyond the array.
     """
     heads = tuple(name for name in x.axes if name in _HEADS)
@@ -299,35 +301,65 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
     return Named(jnp.pad(x.value, pad, constant_values=fill), axes)
 
 
-def _multiples(x: Named, head: str, block: Mapping[str, int]) -> dict[str, int]:
-    """Of the sizes of axes of an array with head elements, as TMA copies it."""
+def _multiples(x: Named, head: str, tiles: Mapping[str, int]) -> dict[str, int]:
+    """Of the sizes of axes of an array with head elements, as TMA copies it.
+
+    Args:
+      tiles: their widths, of heads, among others.
+    """
+    width = {name: tiles[name] for name in _HEADS}
+    itemsize = x.dtype.itemsize
+    if itemsize == 2 and _in_single_rows(width):
+        return {head: _FEWEST_BYTES // itemsize}
     elements = head_elements(dict(zip(x.axes, x.shape, strict=True))[head])
-    # Beside a wide tile no other one is read in parts of one row.
-    widths = [block[name] for name in _HEADS if name in block] or [elements]
-    parts = (support.is_one_part(n, x.dtype.itemsize, elements) for n in widths)
+    # Beside a wide tile no other one is read in single rows.
+    parts = (support.is_one_part(n, itemsize, elements) for n in width.values())
     rows = 1 if all(parts) else _ROWS
     return {"t": rows, "s": rows, head: _ELEMENTS}
 
 
+def _in_single_rows(width: Mapping[str, int]) -> bool:
+    """Whether all tiles of heads are, whatever the arrays."""
+    parts = (support.is_one_part(n, 2) for n in width.values())
+    return support.COPIES_ANY_WIDTH and all(parts)
+
+
 def copies_operands(size: Mapping[str, int]) -> bool:
     """Whether arrays with head elements must be padded for TMA, and results cut."""
-    heads = size["h"], size["d"]
-    anywhere = all(support.is_one_part(head_elements(x), 2) for x in heads)
+    width, heads = head_tiles(size), (size["h"], size["d"])
+    if _in_single_rows(width):
+        return any(x % (_FEWEST_BYTES // 2) for x in heads)
+    anywhere = all(support.is_one_part(n, 2) for n in width.values())
     odd_rows = not anywhere and any(size[name] % _ROWS for name in "ts")
     return odd_rows or any(x % _ELEMENTS for x in heads)
 
 
+def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
+    """Widths of the tiles of heads in the forward kernel, of keys and of values."""
+    power = {name: max(16, 1 << (size[name] - 1).bit_length()) for name in _HEADS}
+    if _in_single_rows(power):
+        return power
+    return {name: head_elements(size[name]) for name in _HEADS}
+
+
 def head_elements(size: int) -> int:
-    """Of a tile in shared memory, for a head size."""
+    """Of an array, for a head size, where tiles are not read in single rows."""
     return _padded(size, _ELEMENTS)
 
 
 def of_tiles(
     size: Mapping[str, int], width: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Elements of heads in tiles of some width, and the widths of tiles beyond them."""
-    elements = {name: head_elements(size[name]) for name in _HEADS}
-    return elements, {x: width[x] for x, n in elements.items() if n < width[x]}
+    """What swizzled parts of tiles of heads divide, and which are wider than arrays.
+
+    Args:
+      size: of axes.
+      width: of tiles of heads.
+    """
+    padded = {name: head_elements(size[name]) for name in _HEADS}
+    if _in_single_rows(width):
+        return dict(width), {x: n for x, n in width.items() if size[x] < n}
+    return padded, {x: width[x] for x, n in padded.items() if n < width[x]}
 
 
 def call(
@@ -341,8 +373,8 @@ def call(
     scratch,
     warpgroups: int,
     name: str,
+    tiles: Mapping[str, int],
     programs: int | None = None,
-    tiles: Mapping[str, int] | None = None,
 ) -> tuple[Named, ...]:
     """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
 
@@ -354,12 +386,12 @@ def call(
       scratch: a tree of shared memory and barriers.
       warpgroups: of a program.
       name: of the kernel in profiles.
+      tiles: widths of those of heads.
       programs: how many; None for one for each tile of the grid.
-      tiles: widths of tiles of heads; None for the elements of each array.
     """
     leaves, tree = jax.tree.flatten(inputs)
     boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
-    sizes = {**grid.rows, **(tiles or {})}
+    sizes = {**grid.rows, **tiles}
     operands = [_as_loaded(x, sizes, columns) for x in leaves]
     results = [_as_copied(x, sizes) for x in outputs]
     shared, shared_tree = jax.tree.flatten(

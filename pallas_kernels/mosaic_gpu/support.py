@@ -22,6 +22,8 @@ from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
 _LOADS_BY_INDEX = jax.__version_info__ < (0, 11)
+# Whether tiles that are one swizzled part wide can be copied from arrays of any width.
+COPIES_ANY_WIDTH = jax.__version_info__ >= (0, 11)
 
 # A tile in shared memory as TMA writes it and wgmma reads it: bytes of a row of a
 # swizzled part, and so the multiple that rows are padded to.
@@ -60,30 +62,39 @@ def is_one_part(columns: int, itemsize: int, row: int | None = None) -> bool:
 
 
 def tile(
-    shape: tuple[int, ...], dtype, row: int | None = None, rows: int = 0
+    shape: tuple[int, ...],
+    dtype,
+    row: int | None = None,
+    array: tuple[int, int] = (0, 0),
 ) -> plgpu.SMEM | plgpu.RefUnion:
     """A tile (or several) in shared memory, for TMA and wgmma.
 
     Products read it in parts of 8 rows, and so copies want arrays of whole parts. But
-    where a row is one part (`is_one_part`), the bytes are also those of parts of one
-    row: then arrays may end anywhere, and copies see the tile in that way (`copied`).
+    where a row is one part (`is_one_part`), the bytes are also those of single rows:
+    then arrays may end anywhere, and copies see the tile in that way (`copied`).
 
     Args:
-      row: elements of a row of the array that it is copied from or to; None for those
-        of the tile.
-      rows: of this array.
+      row: elements that swizzled parts divide; None for those of a row of the tile.
+      array: rows and columns of what it is copied from or to.
     """
     itemsize = jnp.dtype(dtype).itemsize
     width = swizzle(row or shape[-1], itemsize)
+    swizzled = plgpu.SwizzleTransform(width)
 
     def in_parts_of(rows: int) -> plgpu.SMEM:
         tiling = plgpu.TilingTransform((rows, width // itemsize))
-        transforms = tiling, plgpu.SwizzleTransform(width)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))
 
-    if rows % 8 and is_one_part(shape[-1], itemsize, row):
-        return plgpu.RefUnion(in_parts_of(8), in_parts_of(1))
-    return in_parts_of(8)
+    rows, columns = array
+    if not is_one_part(shape[-1], itemsize, row):
+        return in_parts_of(8)
+    if columns % shape[-1] and COPIES_ANY_WIDTH:
+        return plgpu.RefUnion(
+            in_parts_of(8), plgpu.SMEM(shape, dtype, transforms=(swizzled,))
+        )
+    return (
+        plgpu.RefUnion(in_parts_of(8), in_parts_of(1)) if rows % 8 else in_parts_of(8)
+    )
 
 
 def by_name(refs: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,11 +115,12 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
 
 # Keys, about, that a query looks at, from which on these kernels are faster, forward
 # and backward, by the largest head size: a program's start and end are then little of
-# its time. Timed at heads of 32, 64, 80, 96, 128, 160 and 256 (NVIDIA H100, 2026-11-25:
-# 068-several-tiles-a-program.md, 081-short-rows-on-hopper.md).
+# its time. Timed at heads of 32, 40, 48, 64, 80, 96, 128, 160 and 256 (NVIDIA H100,
+# 2026-11-25: 068-several-tiles-a-program.md, 081-short-rows-on-hopper.md).
 _FEWEST_KEYS = {
-    63: (1024, 1024),
-    95: (128, 1024),
+    32: (1024, 1024),
+    63: (64, 192),
+    95: (64, 1024),
     128: (256, 256),
     256: (256, 512),
 }
@@ -158,7 +159,8 @@ def _fewest_keys(spec: AttentionSpec, largest: int) -> tuple[int, int]:
         least.append(_FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS)
     if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
         least.append(_FEWEST_OF_OTHERS)
-    if spec.later_rows_see_more and largest <= 95 and not spec.has_bias_of_pairs:
+    sorted_and_plain = spec.later_rows_see_more and not spec.has_bias_of_pairs
+    if sorted_and_plain and 63 < largest <= 95:
         forward = _FEWEST_OF_OTHERS
     return max(forward, *least), max(backward, *least)
 
@@ -191,9 +193,14 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
 
 
 def slower_backward(call: Call) -> str | None:
-    """Why the gradients are made faster by the next backend, or None."""
-    keys = call.spec.mean_keys(call.size["s"])
-    if keys < _fewest_keys(call.spec, max(call.head_sizes))[1]:
+    """Why the gradients are made faster by the next backend, or None.
+
+    A program goes through the queries of its keys: many of these will do, too.
+    """
+    t, s = call.size["t"], call.size["s"]
+    keys = call.spec.mean_keys(s)
+    fewest = _fewest_keys(call.spec, max(call.head_sizes))[1]
+    if keys * max(t, s) < fewest * max(s, 1):
         return f"about {keys} keys for a query are few"
     return None
 

@@ -6,6 +6,7 @@ for memory: XLA makes four kernels of the same formula, one after the other.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -66,7 +67,7 @@ def merged(
     turns, programs = -(-parts // together), -(-count // rows)
     seen = {"s": turns * together, "t": programs * rows, "d": padded(d)}
     specs = [
-        pl.BlockSpec([seen[a] for a in own], lambda _, n=len(own): (0,) * n)
+        pl.BlockSpec([seen[a] for a in own], functools.partial(_whole, len(own)))
         for own in axes
     ]
 
@@ -81,7 +82,9 @@ def merged(
         def take(i, state):
             here = {**where, "s": Rows(i * together, together, parts)}
             logs = given[1].load(("s", "t"), here, padding=-math.inf)
-            found = (flash2.merge(x, logs) for x in given[0].load(("s", "t", "d"), here))
+            found = (
+                flash2.merge(x, logs) for x in given[0].load(("s", "t", "d"), here)
+            )
             tiles, logs = zip(*found, strict=True)
             return merge(zip(state[0], tiles, strict=True), (state[1], logs[0]))
 
@@ -116,3 +119,8 @@ def merged(
         Named(x.reshape([*shape, *x.shape[1:]]), own).to(out.axes)
         for x, own, out in results
     )
+
+
+def _whole(axes: int, _) -> tuple[int, ...]:
+    """Of an array that every program sees, the only block."""
+    return (0,) * axes

@@ -1,0 +1,110 @@
+"""Faults in the algorithm itself, and in where its parts are put together."""
+
+from __future__ import annotations
+
+from tests.mutant_kernels import SUMS, of, rule
+
+MERGE = "tests/test_merge.py -k empty"
+# Parts of few queries, in a number that is no power of two, with a sink.
+PARTS = "tests/test_division.py -k 'alibi-3'"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/flash2.py",
+        ("delta without dlse", "rowsum - dlse", "rowsum", rule("plain")),
+        (
+            "the sinks' gradient off 2 %",
+            "-p * delta",
+            "-1.02 * p * delta",
+            rule("pairwise_0"),
+        ),
+        (
+            "the forward summed in bfloat16",
+            "return State(m, add_row_sums(l, p), added(acc, product(p)))",
+            "new = jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), "
+            "added(acc, product(p))); return State(m, add_row_sums(l, p), new)",
+            SUMS,
+        ),
+        (
+            "whole rows without the scores' unit",
+            "p = jnp.exp((x - top) * unit)",
+            "p = jnp.exp(x - top)",
+            "tests/test_attention.py -k whole_rows_as_gpus",
+        ),
+        (
+            "parts merged without their maximum",
+            "lambda x: jnp.exp(x - m), lse",
+            "jnp.exp, lse",
+            MERGE,
+        ),
+        (
+            "what an empty part holds is merged",
+            "jnp.where(weight[..., None] == 0.0, 0.0, x) * weight",
+            "x * weight",
+            MERGE,
+        ),
+        (
+            "sums in range without an upper limit",
+            "(l >= 0.5) & (l <= limit)",
+            "(l >= 0.5)",
+            "tests/test_accumulate.py -k test_range",
+        ),
+        (
+            "sums of values out of range",
+            "() if narrow else jax.tree.leaves(state.acc)",
+            "()",
+            "tests/test_accumulate.py -k large_values",
+        ),
+        (
+            "an old sum not scaled by a new maximum",
+            "l = _scaled_rows(state.l, alpha, arithmetic) if",
+            "l = state.l if",
+            rule("window"),
+        ),
+        (
+            "an old sum without parts not scaled by a new maximum",
+            "if in_parts else state.l * alpha",
+            "if in_parts else state.l",
+            rule("window", backend="xla_blocks"),
+        ),
+        (
+            "a padded row's log-sum-exp is 0",
+            "PADDING_LSE = math.inf",
+            "PADDING_LSE = 0.0",
+            "tests/test_accumulate.py -k test_levels[beyond_float32",
+        ),
+        (
+            "a sink beyond float32",
+            "joint = jnp.maximum(m, sink)",
+            "joint = m",
+            "tests/test_accumulate.py -k sink_far",
+        ),
+        (
+            "rows masked by numbers keep their log-sum-exp",
+            "jnp.abs(log2) > 2.0**24",
+            "jnp.abs(log2) > 2.0**100",
+            "tests/test_accumulate.py -k holds_no_sum",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/merge.py",
+        (
+            "parts beyond the last one count",
+            "here, padding=-math.inf)",
+            "here)",
+            PARTS,
+        ),
+        (
+            "a sink that joins no parts",
+            "tiles, log = merge(((x,) for x in tiles), (log,), joint)",
+            "tiles, log = merge(((x,) for x in tiles), (log,))",
+            PARTS,
+        ),
+        (
+            "of many parts the last ones alone",
+            "return merge(zip(state[0], tiles, strict=True), (state[1], logs[0]))",
+            "return tiles, logs[0]",
+            "tests/test_division.py -k many_parts",
+        ),
+    ),
+]
