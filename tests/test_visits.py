@@ -26,7 +26,7 @@ from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import Visits, size_of_counts, visited_rows
+from pallas_kernels.core.visits import Visits, blocks_of_keys_met, size_of_counts
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
@@ -160,13 +160,16 @@ def _check_order_here(size, spec, launch):
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
     missed = kept.copy()
     added = collections.Counter()
-    written = np.zeros((*kept.shape[:2], size["t"]), bool)
+    met = np.zeros((*kept.shape[:2], size["t"]), int)
     for tiles in programs(spec, layout):
         for tile in map(jnp.int32, range(int(tiles.count))):
             block, head = int(tiles.number(tile)), int(tiles.at(tile)["n"])
             assert 0 <= block < tiles.all_sums
             assert int(tiles.before(tile)) == added[block]
             added[block] += 1
+            own, before = map(int, tiles.turn(tile, 3))
+            assert 0 <= own < 3 and before == added[block, own]
+            added[block, own] += 1
             there = tiles.at(tile)
             first, start = int(there["t"].start), int(there["s"].start)
             part = np.s_[
@@ -177,14 +180,14 @@ def _check_order_here(size, spec, launch):
                 start : start + keys,
             ]
             missed[part] = False
-            written[(*part[:2], part[3])] = True
+            met[(*part[:2], part[3])] += head == 0
             if not tiles.masked(tile):
                 assert start + keys <= size["s"]
                 assert kept[part].all()
     assert not missed.any()
-    said = visited_rows(spec, layout.size, layout.rows, visits_of(spec, layout))
-    said = np.broadcast_to(said.to((*BATCH, "t")), written.shape)
-    np.testing.assert_array_equal(said, written)
+    said = blocks_of_keys_met(spec, layout.size, layout.rows, visits_of(spec, layout))
+    said = np.broadcast_to(said.to((*BATCH, "t")), met.shape)
+    np.testing.assert_array_equal(said, met)
 
 
 def _time(visits: list[list[int]], multiprocessors: int) -> tuple[float, float]:
@@ -290,9 +293,10 @@ def test_rows_that_no_keys_meet(ids):
     spec = AttentionSpec(Score(1.0), tuple(masks), Named(np.int32(-16), ()))
     size, rows = {"t": 64, "s": 64, "b0": 2}, {"t": 16, "s": 16}
     visits = Visits.of(spec, size, rows) if ids else None
-    found = visited_rows(spec, size, rows, visits).to(("b0", "t"))
+    found = blocks_of_keys_met(spec, size, rows, visits).to(("b0", "t"))
     number = np.arange(64)
-    expected = np.broadcast_to((number >= 16) & (number < 48), (2, 64))
+    count = np.where((number >= 16) & (number < 48), number // 16, 0)
+    expected = np.broadcast_to(count, (2, 64))
     np.testing.assert_array_equal(np.broadcast_to(found, (2, 64)), expected)
 
 

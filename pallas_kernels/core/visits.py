@@ -68,12 +68,12 @@ class Visits:
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
     @property
-    def visited(self) -> Named:
-        """Which blocks of queries some program visits: booleans [.., i]."""
+    def met(self) -> Named:
+        """By how many blocks of keys each block of queries is: int32 [.., i]."""
         *batch, _, _ = self.before.axes
         found = Range(*(x.value for x in self.blocks))
-        visited = jnp.any(_in(found, self.before.shape[-1]), axis=-2)
-        return Named(visited, (*batch, "i"))
+        met = _in(found, self.before.shape[-1]).astype(jnp.int32)
+        return Named(jnp.sum(met, axis=-2, dtype=jnp.int32), (*batch, "i"))
 
 
 def _in(blocks: Range, count: int) -> jax.Array:
@@ -83,13 +83,13 @@ def _in(blocks: Range, count: int) -> jax.Array:
     return (lo <= i) & (i < hi)
 
 
-def visited_rows(
+def blocks_of_keys_met(
     spec: AttentionSpec,
     size: Mapping[str, int],
     rows: Mapping[str, int],
     visits: Visits | None,
 ) -> Named:
-    """Which query rows lie in a block that some block of keys meets: booleans [.., t].
+    """How many blocks of keys the block of each query row meets: int32 [.., t].
 
     Args:
       spec, size, rows: as for `Visits.of`.
@@ -97,17 +97,17 @@ def visited_rows(
     """
     block, queries = rows["t"], size["t"]
     if visits is not None:
-        visited = visits.visited
+        met = visits.met
     else:
         axes = (*_batch(spec), "i")
         loaded = jax.tree.map(lambda x: x.to(axes), spec.for_ranges())
         start = jnp.arange(-(-queries // block), dtype=jnp.int32) * block
         end = jnp.minimum(start + block, queries)
         first, last = loaded.key_blocks_met(start, end, size["s"], rows["s"])
-        met = (first < last) & (start < loaded.q_limit(queries))
-        visited = Named(met, axes[-met.ndim :])
-    value = jnp.repeat(visited.value, block, axis=-1)[..., :queries]
-    return Named.broadcast(value, (*visited.axes[:-1], "t"))
+        count = jnp.where(start < loaded.q_limit(queries), last - first, 0)
+        met = Named(count, axes[-count.ndim :])
+    value = jnp.repeat(met.value, block, axis=-1)[..., :queries]
+    return Named.broadcast(value, (*met.axes[:-1], "t"))
 
 
 def size_of_counts(

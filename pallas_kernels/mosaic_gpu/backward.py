@@ -12,7 +12,8 @@ Of heads above 128 there is no room for that, and p is rounded before dz is made
 The additions to a block of dq have one order, that of the key blocks which meet it, so
 that the same inputs give the same bits. A semaphore of the block counts them, and the
 first one stores. A program waits only for programs of lower indices, which a GPU starts
-before it.
+before it. Where much of the time would pass before all have had their first turn, dq is
+the sum of a few sums, and every other program, or every fourth, adds to the same one.
 
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; twice dq [block_q, H] in float32.
@@ -37,7 +38,7 @@ from pallas_kernels import division, program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import visited_rows
+from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch, Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
@@ -45,6 +46,7 @@ from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
+_SUM = "w"  # the axis of the sums that dq is the sum of
 # Blocks of dq on their way to global memory, by `tuning.computes_ahead`.
 _DQ_TILES = {True: 2, False: 1}
 
@@ -61,7 +63,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Gradients of q, over `AttentionSpec.gradient_unit`, and of k and v.
 
-    Blocks of dq that no keys meet are not written; where there are more keys than
+    Blocks of dq that no keys meet may not be written; where there are more keys than
     these (`AttentionSpec.is_part`) they are 0.
 
     Args:
@@ -73,7 +75,9 @@ def backward(
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
     layout = memory.Layout.of("dkv", operands, launch, by_block=True)
     of_q, *of_kv = outputs
-    results = of_q, *(division.partial(x, layout.parts) for x in of_kv)
+    sums = tuning.sums_of_dq(spec, layout)
+    of_sums = division.partial(of_q, {_SUM: sums} if sums > 1 else {})
+    results = of_sums, *(division.partial(x, layout.parts) for x in of_kv)
     width = tuning.head_tiles(layout.size)
     elements, wider = memory.of_tiles(layout.size, width)
     rows, keys = blocks.block_q, blocks.block_kv
@@ -92,7 +96,8 @@ def backward(
         ring = Ring(refs, blocks.num_stages)
         spec, where = program.key_program(program.with_end(spec, layout), layout)
         tiles = Tiles.of(spec, where, layout, visits)
-        counts = pl.get_global(plgpu.SemaphoreType.REGULAR((tiles.all_sums,)))
+        every = plgpu.SemaphoreType.REGULAR((tiles.all_sums * sums,))
+        counts = pl.get_global(every)
         start = where["s"].start
 
         def load():
@@ -112,9 +117,11 @@ def backward(
 
             @pl.loop(first, tiles.count, step=adding)
             def _(tile):
-                here, before = tiles.at(tile), tiles.before(tile)
+                own, before = tiles.turn(tile, sums)
+                here, number = tiles.at(tile), tiles.number(tile) * sums + own
+                here |= {_SUM: own}
                 slot = lax.rem(tile, jnp.int32(dq_tiles))
-                source, seen = refs["dq"].at[slot], counts.at[tiles.number(tile)]
+                source, seen = refs["dq"].at[slot], counts.at[number]
                 plgpu.semaphore_wait(seen, before, decrement=False, memory_scope="gpu")
                 plgpu.barrier_wait(refs["dq here"].at[slot])
 
@@ -308,16 +315,23 @@ def backward(
         name="flash2_backward",
     )
     dq, *dkv = found
-    if spec.is_part:
-        dq = _without_unwritten(
-            dq, visited_rows(spec, layout.size, layout.rows, visits)
-        )
-    return dq.value, *division.summed(dkv, of_kv)
+    if spec.is_part or sums > 1:
+        met = blocks_of_keys_met(spec, layout.size, layout.rows, visits)
+        dq = _of_written(dq, met).summed([_SUM])
+    return dq.to(of_q.axes), *division.summed(dkv, of_kv)
 
 
-def _without_unwritten(dq: Named, written: Named) -> Named:
+def _of_written(dq: Named, met: Named) -> Named:
+    """dq or its sums, with 0 where nothing was added.
+
+    Args:
+      met: int32, by how many blocks of keys each row is.
+    """
     axes = tuple(None if a == "h" else a for a in dq.axes)
-    return Named(jnp.where(written.to(axes), dq.value, 0.0), dq.axes)
+    number = jnp.int32(0)
+    if _SUM in dq.axes:
+        number = lax.broadcasted_iota(jnp.int32, dq.shape, dq.axes.index(_SUM))
+    return Named(jnp.where(met.to(axes) > number, dq.value, 0.0), dq.axes)
 
 
 class _ByColumns:

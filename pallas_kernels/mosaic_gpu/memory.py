@@ -211,6 +211,12 @@ class Layout(layout.Layout):
         return math.prod(self.grid)
 
     @property
+    def in_turn(self) -> int:
+        """How many programs that own keys of the same head run at the same time."""
+        others = self.together * math.prod(self.parts.values())
+        return max(1, min(self.num_blocks["s"], device.multiprocessors() // others))
+
+    @property
     def _heads(self) -> dict[str, int]:
         """The axes of heads and batch entries."""
         others = (*self.num_blocks, *self.parts)

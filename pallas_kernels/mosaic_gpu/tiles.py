@@ -124,6 +124,11 @@ class Tiles:
         met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
         return lax.div(self.where["s"].start, jnp.int32(keys)) - met[0]
 
+    def turn(self, tile, sums: int) -> tuple[Any, Any]:
+        """To which of so many sums a tile is added, and how many others before it."""
+        before, every = self.before(tile), jnp.int32(sums)
+        return lax.rem(before, every), lax.div(before, every)
+
     @property
     def _axes(self) -> list[tuple[str, int]]:
         """Of the blocks of dq, but that of the blocks."""

@@ -6,6 +6,7 @@ Measured on NVIDIA H200s, 2026-11-24 (benchmarks/lab/067-mosaic-gpu-backward.md,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pallas_kernels import device
@@ -13,6 +14,7 @@ from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
+from pallas_kernels.mosaic_gpu import memory
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
@@ -256,6 +258,35 @@ def warps_that_add(width: Mapping[str, int]) -> int:
     0.93 to 1.01 times (NVIDIA H100: 075-what-the-kernels-for-hopper-wait-for.md).
     """
     return 2 if 64 < max(width.values()) <= 128 else 1
+
+
+# An addition to dq and the news of it take so much of a tile's time (NVIDIA H200, H100:
+# 071-heads-side-by-side-backward.md).
+_OF_A_TILE = 0.65
+# Part of the time that may pass before all programs have had their first turn.
+_UNTIL_ALL_ADD = 0.05
+_MOST_SUMS = 4
+
+
+def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
+    """How many sums of dq the backward kernel makes, so that programs wait less.
+
+    All programs of a head that start together begin with the same block of queries: the
+    last of n waits for n - 1 additions. In a call of many heads that happens once in a
+    long time. Each sum is as large as dq, in float32, but then there are few heads.
+
+    Args:
+      layout: of the kernel.
+    """
+    if spec.is_data_dependent:  # how much there is to do is not known
+        return 1
+    part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
+    queries = -(-layout.size["t"] // layout.rows["t"])
+    heads = layout.elements / math.prod(layout.parts.values())
+    own = layout.tiles * heads * queries * part / device.multiprocessors()
+    until = _OF_A_TILE * layout.in_turn / max(own, 1.0)
+    counts = (n for n in (1, 2) if until <= n * _UNTIL_ALL_ADD)
+    return next(counts, _MOST_SUMS)
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:
