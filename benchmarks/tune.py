@@ -115,6 +115,12 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(8192), {"local_window_size": (1023, None)}),
             Problem(shape(1024)),
         ]
+    if regime == "whole":
+        lengths = jnp.asarray(np.arange(1, 1 + _TOKENS // 512) * 16, jnp.int32)
+        return [
+            Problem(shape(512, False)),
+            Problem(shape(512, False), arrays={"key_value_seq_lengths": lengths}),
+        ]
     if regime == "decode":
         return [
             Problem(Shape(b, s, 32, k, head_size, True, "bfloat16"), queries=t)

@@ -31,6 +31,7 @@ REGIMES = {
     "single": "at most one program of 128 query rows to a multiprocessor",
     "few": "at most eight of them",
     "short": "few keys for a query: a window, short sequences, packed documents",
+    "whole": "few keys for a query, all or the first: short sequences that are padded",
     "long": "sequences of many keys",
     "heavy": "much arithmetic or one byte for every pair: a soft cap, a mask",
     "dropout": "bits made for every pair",
@@ -53,8 +54,8 @@ def table_path(backend: str, gpu: str) -> Path:
 def table(backend: str, gpu: str | None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).
 
-    A regime of elements of two bytes that a kernel lacks is as "plain" is; one of
-    float32 has no tuned blocks then.
+    A regime of elements of two bytes that a kernel lacks is as "plain" is, or "whole"
+    as "short"; one of float32 has no tuned blocks then.
     """
     path = table_path(backend, gpu or _DEFAULT_GPU)
     path = path if path.exists() else table_path(backend, _DEFAULT_GPU)
@@ -110,6 +111,7 @@ def regime(operands, spec: AttentionSpec) -> str:
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / device.multiprocessors()
     if programs > 8:
-        usual = "long" if size["s"] >= _LONG else "plain"
-        return usual if keys > _SHORT else "short"
+        if keys > _SHORT:
+            return "long" if size["s"] >= _LONG else "plain"
+        return "whole" if spec.reach == (None, None) else "short"
     return "few" if programs > 1 else "single"

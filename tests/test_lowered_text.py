@@ -154,9 +154,10 @@ def test_every_result_is_written_once(t, splits):
         for _, program in _programs(module, grids[name]):
             for argument, elements in program.touched("store"):
                 written.setdefault(argument, []).append(elements.ravel())
+        times = 1 if name == "flash2_merge" else splits
         for argument, parts in written.items():
             found = np.sort(np.concatenate(parts))
-            sizes = {splits * n for n in (B * t * N * H, B * t * N, N * t * t)}
+            sizes = {times * n for n in (B * t * N * H, B * t * N, N * t * t)}
             assert found.size in sizes, (name, argument)
             np.testing.assert_array_equal(found, np.arange(found.size))
 

@@ -265,6 +265,9 @@ def warps_that_add(width: Mapping[str, int]) -> int:
 _OF_A_TILE = 0.65
 # Part of the time that may pass before all programs have had their first turn.
 _UNTIL_ALL_ADD = 0.05
+# Sums are read once more: of few rows that takes as long as they save. So there are no
+# more than one for so many rows (NVIDIA H100: 082-sums-of-dq-on-hopper.md).
+_ROWS_OF_A_SUM = 2048
 _MOST_SUMS = 4
 
 
@@ -286,7 +289,8 @@ def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
     own = layout.tiles * heads * queries * part / device.multiprocessors()
     until = _OF_A_TILE * layout.in_turn / max(own, 1.0)
     counts = (n for n in (1, 2) if until <= n * _UNTIL_ALL_ADD)
-    return next(counts, _MOST_SUMS)
+    most = max(1, layout.size["t"] // _ROWS_OF_A_SUM)
+    return min(next(counts, _MOST_SUMS), most)
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:

@@ -133,7 +133,9 @@ def _candidates(
     smaller = next(n for n in _SMALLER[kernel] if size <= n)
     regime = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
-    names = [regime, "plain"] if itemsize == 2 else [regime]
+    names = [regime]
+    if itemsize == 2:
+        names += ["short", "plain"] if regime == "whole" else ["plain"]
     found = []
     for name in names:
         if name in tuned:
