@@ -17,6 +17,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
 from tests.cases import FEATURES, INTERPRETED, ON_GPU, Case
@@ -136,13 +137,14 @@ def test_many_parts_are_merged(parts, has_sink):
         Named(jax.ShapeDtypeStruct(x.shape[1:], dtype), ("n", "t", "d")[: x.ndim - 1])
         for x, dtype in ((o, jnp.bfloat16), (lse, jnp.float32))
     ]
-    found = merged(
-        Named(jnp.asarray(o), ("z", "n", "t", "d")),
-        Named(jnp.asarray(lse), ("z", "n", "t")),
-        None if sink is None else Named(jnp.asarray(sink), ("n",)),
-        (structs[0], structs[1]),
-        interpret=not ON_GPU,
-    )
+    with support.lowering_context():
+        found = merged(
+            Named(jnp.asarray(o), ("z", "n", "t", "d")),
+            Named(jnp.asarray(lse), ("z", "n", "t")),
+            None if sink is None else Named(jnp.asarray(sink), ("n",)),
+            (structs[0], structs[1]),
+            interpret=not ON_GPU,
+        )
     joint = None if sink is None else sink[:, None]
     expected = flash2.merge(jnp.asarray(o), jnp.asarray(lse), joint)
     assert [x.dtype for x in found] == [jnp.bfloat16, jnp.float32]
