@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels                     # B 2, T 8192, N 16, H 128, causal
     python -m benchmarks.kernels --batch=8 --length=2k --nocausal --peers=cudnn
+    python -m benchmarks.kernels --calls="text|BERT" --implementation=mosaic_gpu
 
 JAX's profiler looks on while each peer is called for some time, first for a tenth of
 it: clocks fall under load, so a short run flatters. Prints microseconds a call, by
@@ -9,13 +10,16 @@ kernel; how long none ran; and what calls took without the profiler. Keeps no ro
 """
 
 import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from absl import flags
 
-from benchmarks import harness, options, profiles
+from benchmarks import harness, model_rows, options, profiles
 from benchmarks.harness import Shape
-from benchmarks.peers import PEERS
+from benchmarks.model_calls import GROUPS, Call
+from benchmarks.peers import OURS, PEERS
 
 _BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
 _LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")
@@ -23,38 +27,84 @@ _HEADS = flags.DEFINE_integer("heads", 16, "N.", lower_bound=1)
 _KV_HEADS = flags.DEFINE_integer("kv_heads", None, "K; N if not given.", lower_bound=1)
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "H.", lower_bound=1)
 _CAUSAL = flags.DEFINE_bool("causal", True, "Causal masking.")
+_CALLS = flags.DEFINE_string(
+    "calls",
+    None,
+    "In place of that shape, a regular expression: the calls of `benchmarks.models` in "
+    "whose names it is found, by --peers among jax_flash2, cudnn and xla.",
+)
+_IMPLEMENTATION = flags.DEFINE_string(
+    "implementation", None, "Of jax_flash2, for --calls."
+)
+_SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, for --calls on a CPU.")
 _DTYPE = options.dtype("bfloat16")
-_PEERS = options.jax_peers(["jax_flash2"])
+_PEERS = options.jax_peers([OURS])
 _PASSES = options.names(
     "passes", ["forward_backward"], ["forward", "forward_backward"], "What is called"
 )
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "Of calls that are looked at.")
 
+# A function, and its operands.
+_Pass = tuple[Callable, Sequence]
 
-def main():
+
+def chosen(pattern: str) -> list[Call]:
+    calls = [call for group in GROUPS.values() for call in group]
+    found = [call for call in calls if re.search(pattern, call.name)]
+    if not found:
+        raise ValueError(f"--calls={pattern}: found in no call's name")
+    return found
+
+
+def _of_shape(shape: Shape, operands: Sequence, peer: str, which: str) -> _Pass:
+    passes = PEERS[peer].passes(shape)
+    return passes[which], operands[: 3 if which == "forward" else 4]
+
+
+def _of_model(call: Call, operands: Sequence, peer: str, which: str) -> _Pass:
+    more = {"implementation": _IMPLEMENTATION.value} if peer == OURS else {}
+
+    def attention(call, q, k, v, arrays):
+        return model_rows.PEERS[peer](call, q, k, v, {**arrays, **more})
+
+    return model_rows.passes(call, attention)[which], operands
+
+
+def _calls() -> Iterator[tuple[str, Callable[[str, str], _Pass]]]:
+    """Each call in words, and what gives a pass of it by a peer."""
+    if _CALLS.value is not None:
+        for call in chosen(_CALLS.value):
+            call = call.small() if _SMALL.value else call
+            made, arrays = call.operands(_DTYPE.value)
+            name = f"{call.name} ({call})"
+            yield name, functools.partial(_of_model, call, [*made, arrays])
+        return
     (length,) = _LENGTH.value
     heads = _HEADS.value, _KV_HEADS.value or _HEADS.value
-    shape = Shape(
-        *(_BATCH.value, length, *heads, _HEAD_SIZE.value),
-        *(_CAUSAL.value, _DTYPE.value),
-    )
-    operands = shape.operands()
-    for which in _PASSES.value:
-        for name in _PEERS.value:
-            print(f"\n{name}, {shape}, {which.replace('_', ' and ')}")
-            try:
-                passes = PEERS[name].passes(shape)
-                given = operands[: 3 if which == "forward" else 4]
-                program = jax.jit(passes[which]).lower(*given).compile()
-            except Exception as error:  # a peer's failure is a result, not the end
-                print(harness.describe(error))
-                continue
-            with harness.alone():
-                call = functools.partial(program, *given)
-                _, each = profiles.repeated(call, _SECONDS.value)
-                events, count = profiles.watched(call, _SECONDS.value)
-                print("\n".join(profiles.lines(events, count)))
-            print(f"{1e6 * each:10.1f} us  a call, without the profiler", flush=True)
+    sizes = _BATCH.value, length, *heads, _HEAD_SIZE.value
+    shape = Shape(*sizes, _CAUSAL.value, _DTYPE.value)
+    yield str(shape), functools.partial(_of_shape, shape, shape.operands())
+
+
+def main():
+    for call, of in _calls():
+        for which in _PASSES.value:
+            for name in _PEERS.value:
+                print(f"\n{name}, {call}, {which.replace('_', ' and ')}")
+                try:
+                    function, given = of(name, which)
+                    program = jax.jit(function).lower(*given).compile()
+                except Exception as error:  # a peer's failure is a result, not the end
+                    print(harness.describe(error))
+                    continue
+                with harness.alone():
+                    run = functools.partial(program, *given)
+                    _, each = profiles.repeated(run, _SECONDS.value)
+                    events, count = profiles.watched(run, _SECONDS.value)
+                    print("\n".join(profiles.lines(events, count)))
+                print(
+                    f"{1e6 * each:10.1f} us  a call, without the profiler", flush=True
+                )
 
 
 if __name__ == "__main__":

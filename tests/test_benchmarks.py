@@ -379,6 +379,17 @@ def test_kernels_of_a_machine_without_a_gpu():
     assert "no kernel of a GPU was seen" in done.stdout
 
 
+@deep
+def test_kernels_of_a_models_calls():
+    calls = ["--calls=SDXL, text", "--small", "--implementation=reference"]
+    done = ran("kernels", *calls, "--seconds=0.01", "--passes=forward,forward_backward")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("jax_flash2, SDXL, text (2 x 40 to 72, 2 x 64), f") == 2
+    assert done.stdout.count("no kernel of a GPU was seen") == 2
+    done = ran("kernels", "--calls=nothing")
+    assert done.returncode and "--calls=nothing: found in no call's name" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
