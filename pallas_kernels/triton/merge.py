@@ -46,12 +46,15 @@ def merged(
       outputs: shape structs of the results.
       interpret: as for the kernel that made the parts.
     """
+    # In the kernel rows are one axis, `t`, and parts another, `s`, as if they were keys.
     of_rows = tuple(a for a in o.axes if a not in ("z", "d"))
     size = dict(zip(o.axes, o.shape, strict=True))
     parts, d, shape = size["z"], size["d"], tuple(size[a] for a in of_rows)
     count = math.prod(shape)
-    inputs = [o.to(("z", *of_rows, "d")), lse.to(("z", *of_rows))]
-    inputs = [inputs[0].reshape(parts, count, d), inputs[1].reshape(parts, count)]
+    inputs = [
+        o.to(("z", *of_rows, "d")).reshape(parts, count, d),
+        lse.to(("z", *of_rows)).reshape(parts, count),
+    ]
     axes = [("s", "t", "d"), ("s", "t")]
     if sink is not None:
         joint = jnp.broadcast_to(sink.to(of_rows), shape)
