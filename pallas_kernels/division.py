@@ -66,6 +66,8 @@ def parts(
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
     """
+    if not programs or not blocks:
+        return {}
     if splits is not None:
         y = math.gcd(splits, elements) if blocks > 1 else min(splits, elements)
         z = splits // y if blocks > 1 else 1

@@ -46,6 +46,15 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/mosaic_gpu/backward.py",
+        (
+            "sums of dq to which nothing was added",
+            "met.to(axes) > number",
+            "met.to(axes) > 0",
+            "tests/test_mosaic_interpreted.py -m '' -k 'several_sums and lengths'",
+        ),
+    ),
+    *of(
         "pallas_kernels/mosaic_gpu/__init__.py",
         (
             "dq by itself without tables of segments",
@@ -121,8 +130,8 @@ MUTANTS = [
         ),
         (
             "rows that no keys meet as written",
-            "met = (first < last) &",
-            "met = (first <= last) &",
+            "last - first, 0)",
+            "last - first + 1, 0)",
             "tests/test_visits.py -k no_keys_meet",
         ),
     ),

@@ -213,3 +213,15 @@ def test_alibi_on_both_sides_has_running_maxima(is_causal, monkeypatch):
         )
     ).lower(x)
     assert bool(taken) == is_causal
+
+
+@pytest.mark.parametrize("above", [0.0, 20.0, 60.0])
+def test_a_sink_far_above_the_first_scores(above):
+    """Sums are up to 2**100 then (`in_range`), and m 160 powers of two below it."""
+    m, total = jnp.float32([-90.0]), 3.0 * 2.0**90
+    state = flash2.State(m, jnp.float32([total]), jnp.float32([[2.0 * total]]))
+    lse = float(m[0]) * flash2.LN_2 + np.log(total)
+    o, joint = flash2.finish(state, jnp.float32([lse + above]))
+    share = 1.0 / (1.0 + np.exp(above))
+    np.testing.assert_allclose(o, [[2.0 * share]], rtol=1e-4)
+    np.testing.assert_allclose(joint, [lse + np.log1p(np.exp(above))], rtol=1e-4)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import attention, explain
+from jax_flash2 import Blocks, attention, explain
+from pallas_kernels import device
+from pallas_kernels.core.arithmetic import PLAIN
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import Window
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
 from tests import tolerances
 from tests.cases import Case, by_name
@@ -260,6 +267,38 @@ def test_dropped_keys_never_come_through(poison, axes, any_size):
             arrays, cotangents, arguments | MOSAIC
         ),
     )
+
+
+@on_hopper
+@pytest.mark.parametrize("sums", [2, 4])
+@pytest.mark.parametrize("name", ["plain", "causal", "gqa", "lengths_causal"])
+def test_several_sums_of_dq(name, sums, any_size, monkeypatch, record_property):
+    monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: sums)
+    case = dataclasses.replace(by_name(name), h=128, d=128, t=700, s=900)
+    jax.clear_caches()
+    check(case, "bfloat16", record_property)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "heads", "expected"),
+    [
+        (16384, 16384, 2, 4),
+        (8192, 8192, 8, 2),
+        (16384, 16384, 32, 1),
+        (2048, 2048, 2, 1),  # of so few rows another sum takes as long as it saves
+        (16384, 77, 2, 1),  # one block of keys waits for nobody
+    ],
+)
+def test_how_many_sums_of_dq(t, s, heads, expected, monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    q = Named(struct((1, t, heads, 128)), ("b0", "t", "n", "h"))
+    k, v = (Named(struct((1, s, heads, 128)), ("b0", "s", "k", name)) for name in "hd")
+    spec = AttentionSpec(Score(1.0), (Window(None, 0),) if t == s else ())
+    launch = Launch(Blocks(64, 128, 8, 2), None, PLAIN, False, None)
+    layout = memory.Layout.of("dkv", [q, k, v], launch, by_block=True)
+    assert tuning.sums_of_dq(spec, layout) == expected
 
 
 @on_hopper

@@ -117,6 +117,19 @@ def test_calls_go_to_the_backend_that_measured_faster():
         assert _choice((4, 4096, 32, 64), **window) == "triton"
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 4, 64), (0, 8, 4, 64), (2, 0, 4, 64)])
+def test_nothing_to_do_on_hopper(shape):
+    """The choice of a backend divides work, of which there may be none."""
+    q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((shape[0], 0, *shape[2:]), jnp.bfloat16)
+
+    def both(q, k):
+        out, vjp = jax.vjp(attention, q, k, k)
+        return out, vjp(out)
+
+    assert "custom_call" not in lower_for_gpu(both, q, k)
+
+
 def test_operands_that_must_be_copied():
     """For TMA; at heads of 64 rows may end anywhere, and smaller ones of 8 be whole."""
     for rows, chosen in ((1500, "triton"), (1504, "mosaic_gpu"), (4095, "mosaic_gpu")):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Config
+from pallas_kernels.mosaic_gpu import tuning
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.mosaic import BLOCKS, EVERYTHING, SERVED, check_dropped_keys, with_heads
@@ -73,6 +74,16 @@ def test_gradients_apart(name, monkeypatch, record_property):
     """Of heads above 192, each by a kernel of its own."""
     mosaic_interpreter.install(monkeypatch)
     case = with_heads(by_name(name).full(), 208)
+    assert "query" in check(case, record_property)
+
+
+@deep
+@pytest.mark.parametrize("name", ["causal", "lengths_causal"])
+def test_several_sums_of_dq(name, monkeypatch, record_property):
+    """More than some blocks of queries have blocks of keys to add to them."""
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: 2)
+    case = with_heads(dataclasses.replace(by_name(name), t=200, s=500), 64)
     assert "query" in check(case, record_property)
 
 

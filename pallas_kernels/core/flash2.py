@@ -170,11 +170,11 @@ def add_row_sums(l: jax.Array, p: jax.Array) -> jax.Array:
 def in_range(state: State, dtype) -> jax.Array:
     """[rows], whether `accumulate` was as good as `step`, with products in `dtype`.
 
-    Sums must be far from the ends of the range of numbers: of p, each at most l, in
-    `dtype`. Those of values have room beside a small l; beside a large one they may
-    leave the range of float32, which then shows in them. An exponent may be off by the
-    roundoff of m, and by its own: products in float32 want it smaller. An m of -inf
-    stands for 0, which is far from what the maximum is, and so too far for float16.
+    Sums of p, each at most l, must be far from the ends of the range of `dtype`. Sums
+    of values may leave that of float32, which then shows in them. An exponent may be
+    off by the roundoff of m, and by its own: products in float32 want it smaller. An m
+    of -inf stands for 0, which is far from what the maximum is, and so too far for
+    float16.
     """
     kind = jnp.finfo(dtype)
     largest = float(kind.max)
@@ -208,19 +208,23 @@ def finish(
       arithmetic: the backend's.
     """
     m, l, acc = finite(state.m), state.total, state.acc
-    empty = l == 0.0
+    empty, weight = l == 0.0, 1.0
     if sink is not None:
         sink = jnp.squeeze(sink, -1) if sink.ndim > m.ndim else sink
         sink = sink.astype(m.dtype) * LOG2_E
+        # l may be large (`in_range`): m is then far below what a sink compares with.
+        large, larger = l > 2.0**32, l > 2.0**64
+        m += jnp.where(larger, 64.0, jnp.where(large, 32.0, 0.0))
+        down = jnp.where(larger, 2.0**-64, jnp.where(large, 2.0**-32, 1.0))
+        acc = _scaled_rows(acc, down, arithmetic)
         joint = jnp.maximum(m, sink)
         shift = jnp.where(empty, 0.0, joint)
-        alpha = jnp.exp2(m - shift)
-        l = jnp.where(empty, 0.0, l * alpha + jnp.exp2(sink - shift))
+        weight = jnp.exp2(m - shift)
+        l = jnp.where(empty, 0.0, l * down * weight + jnp.exp2(sink - shift))
         m = jnp.where(empty, m, joint)
-        acc = _scaled_rows(acc, alpha, arithmetic)
     l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
     lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
-    return _scaled_rows(acc, 1.0 / l, arithmetic), lse
+    return _scaled_rows(acc, weight / l, arithmetic), lse
 
 
 def merge(

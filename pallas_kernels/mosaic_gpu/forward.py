@@ -369,6 +369,7 @@ def _shared(
         refs |= Ring.shared(tiles, stages, readers=computing)
     if tuning.output_apart(blocks, heads, of_output.itemsize):
         array = size["t"], size["d"]
+        # Parts of float32 rows divide the padded array, which may be narrower.
         row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else d
         refs["o"] = support.tile((computing, ROWS, d), of_output, row, array)
     return refs

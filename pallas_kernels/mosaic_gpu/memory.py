@@ -318,8 +318,9 @@ def _multiples(x: Named, head: str, tiles: Mapping[str, int]) -> dict[str, int]:
     if itemsize == 2 and _in_single_rows(width):
         return {head: _FEWEST_BYTES // itemsize}
     elements = head_elements(dict(zip(x.axes, x.shape, strict=True))[head])
-    # Beside a wide tile no other one is read in single rows.
-    parts = (support.is_one_part(n, itemsize, elements) for n in width.values())
+    # Beside a tile wider than 128 no other one is read in single rows.
+    widths = [width[head], *(n for n in width.values() if n > 128)]
+    parts = (support.is_one_part(n, itemsize, elements) for n in widths)
     rows = 1 if all(parts) else _ROWS
     return {"t": rows, "s": rows, head: _ELEMENTS}
 
@@ -356,11 +357,15 @@ def head_elements(size: int) -> int:
 def of_tiles(
     size: Mapping[str, int], width: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What swizzled parts of tiles of heads divide, and which are wider than arrays.
+    """How tiles of heads of two bytes are read.
 
     Args:
       size: of axes.
-      width: of tiles of heads.
+      width: of these tiles.
+
+    Returns:
+      The elements that swizzled parts divide (those of arrays, or of tiles that are
+      read in single rows), and the widths of tiles that are wider than their arrays.
     """
     padded = {name: head_elements(size[name]) for name in _HEADS}
     if _in_single_rows(width):

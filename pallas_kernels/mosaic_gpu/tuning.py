@@ -187,7 +187,7 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     if copied and keys < _FEWEST_OF_COPIES:
         return (
             f"about {keys} keys for a query are few where operands are copied, since "
-            "rows are no multiple of 8, or heads of 16"
+            "TMA cannot read rows or heads of such sizes as they are"
         )
     if programs < _ENOUGH:
         return "it has few blocks of queries, and their keys are not divided"
@@ -286,11 +286,15 @@ def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
     part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
     queries = -(-layout.size["t"] // layout.rows["t"])
     heads = layout.elements / math.prod(layout.parts.values())
-    own = layout.tiles * heads * queries * part / device.multiprocessors()
-    until = _OF_A_TILE * layout.in_turn / max(own, 1.0)
-    counts = (n for n in (1, 2) if until <= n * _UNTIL_ALL_ADD)
-    most = max(1, layout.size["t"] // _ROWS_OF_A_SUM)
-    return min(next(counts, _MOST_SUMS), most)
+    programs = max(1.0, layout.tiles / device.multiprocessors())
+    tiles = programs * heads * queries * part  # of a multiprocessor
+    until = _OF_A_TILE * (layout.in_turn - 1) / max(tiles, 1.0)
+    sums = 1
+    while sums < _MOST_SUMS and until > sums * _UNTIL_ALL_ADD:
+        if 2 * sums * _ROWS_OF_A_SUM > layout.size["t"]:
+            break
+        sums *= 2
+    return sums
 
 
 def of_backward(heads: tuple[int, int]) -> Blocks | None:

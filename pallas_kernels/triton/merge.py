@@ -46,7 +46,7 @@ def merged(
       outputs: shape structs of the results.
       interpret: as for the kernel that made the parts.
     """
-    # In the kernel rows are one axis, `t`, and parts another, `s`, as if they were keys.
+    # In the kernel all rows are one axis, `t`, and parts are `s`, as if they were keys.
     of_rows = tuple(a for a in o.axes if a not in ("z", "d"))
     size = dict(zip(o.axes, o.shape, strict=True))
     parts, d, shape = size["z"], size["d"], tuple(size[a] for a in of_rows)
@@ -59,8 +59,9 @@ def merged(
     if sink is not None:
         joint = jnp.broadcast_to(sink.to(of_rows), shape)
         inputs, axes = [*inputs, joint.reshape(count)], [*axes, ("t",)]
-    together = min(1 << (parts - 1).bit_length(), _PARTS)
-    rows = max(1, min(_MOST_ROWS, _ELEMENTS // (together * padded(d))))
+    most = min(_PARTS, _ELEMENTS // padded(d))
+    together = min(1 << (parts - 1).bit_length(), most)
+    rows = min(_MOST_ROWS, _ELEMENTS // (together * padded(d)))
     axes = [*axes, ("t", "d"), ("t",)]
     results = [
         jax.ShapeDtypeStruct((count, d)[:n], x.dtype)
