@@ -79,6 +79,8 @@ def _calls() -> Iterator[tuple[str, Callable[[str, str], _Pass]]]:
             name = f"{call.name} ({call})"
             yield name, functools.partial(_of_model, call, [*made, arrays])
         return
+    if _IMPLEMENTATION.value is not None:
+        raise ValueError(f"--implementation={_IMPLEMENTATION.value}: only with --calls")
     (length,) = _LENGTH.value
     heads = _HEADS.value, _KV_HEADS.value or _HEADS.value
     sizes = _BATCH.value, length, *heads, _HEAD_SIZE.value

@@ -80,7 +80,7 @@ def test_gradients_apart(name, monkeypatch, record_property):
 @deep
 @pytest.mark.parametrize("name", ["causal", "lengths_causal"])
 def test_several_sums_of_dq(name, monkeypatch, record_property):
-    """More than some blocks of queries have blocks of keys to add to them."""
+    """Some blocks of queries meet one block of keys: a sum of theirs is not written."""
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: 2)
     case = with_heads(dataclasses.replace(by_name(name), t=200, s=500), 64)

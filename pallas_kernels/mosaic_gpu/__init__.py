@@ -62,7 +62,7 @@ def slower_backward(call: Call, /) -> str | None:
 
 
 def _heads(call: Call) -> tuple[int, int]:
-    width = memory.head_tiles(call.size)
+    width = memory.forward_tiles(call.size)
     return width["h"], width["d"]
 
 

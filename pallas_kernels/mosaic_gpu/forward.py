@@ -77,7 +77,7 @@ def forward(
         layout.tiles, device.multiprocessors(), alike=spec.rows_are_sorted
     )
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
-    width = memory.head_tiles(layout.size)
+    width = memory.forward_tiles(layout.size)
     h, d = width["h"], width["d"]
     of_output = outputs[0].dtype
     o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)

@@ -333,7 +333,7 @@ def _in_single_rows(width: Mapping[str, int]) -> bool:
 
 def copies_operands(size: Mapping[str, int]) -> bool:
     """Whether arrays with head elements must be padded for TMA, and results cut."""
-    width, heads = head_tiles(size), (size["h"], size["d"])
+    width, heads = forward_tiles(size), (size["h"], size["d"])
     if _in_single_rows(width):
         return any(x % (_FEWEST_BYTES // 2) for x in heads)
     anywhere = all(support.is_one_part(n, 2) for n in width.values())
@@ -341,7 +341,7 @@ def copies_operands(size: Mapping[str, int]) -> bool:
     return odd_rows or any(x % _ELEMENTS for x in heads)
 
 
-def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
+def forward_tiles(size: Mapping[str, int]) -> dict[str, int]:
     """Widths of the tiles of heads in the forward kernel, of keys and of values."""
     power = {name: max(16, 1 << (size[name] - 1).bit_length()) for name in _HEADS}
     if _in_single_rows(power):
