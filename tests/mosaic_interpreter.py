@@ -30,7 +30,7 @@ from jax_flash2 import _api, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.core.axes import Named, batch_axes
-from pallas_kernels.mosaic_gpu import dropout, pairwise, support
+from pallas_kernels.mosaic_gpu import pairwise, support
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
@@ -64,9 +64,10 @@ def _load(ref, shape, *, transposed: bool):
 
 
 def _load_words(ref, shape, *, transposed: bool):
-    words = _load(ref, shape, transposed=transposed)
-    places = jnp.arange(pairwise.WORD, dtype=jnp.uint32)
-    return ((words[:, :, None] >> places) & 1).reshape(shape) != 0
+    words = _load(ref, shape, transposed=transposed).astype(jnp.int32)
+    words = words.reshape(shape[0], -1, 1, pairwise.WORDS, 1)
+    places = jnp.arange(16).reshape(8, 1, 2)
+    return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
 class _Semaphores:
@@ -215,11 +216,12 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
     put(support, "unknown", lambda number: number)
     put(support, "anywhere", lambda me, flags: jnp.sum(flags))
-    put(support, "exp2_of_masked", support.ARITHMETIC.exp2)
     put(support, "named_barrier", _named_barrier)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
-    put(dropout, "ARITHMETIC", support.ARITHMETIC)
+    put(support, "in_one_place", lambda *forms: forms)  # nor two forms
+    put(support, "widened", lambda x: x.astype(jnp.float32))
+    put(backend, "_ARITHMETIC", support.ARITHMETIC)
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)
     put(pl, "get_global", lambda kind: _Semaphores())

@@ -80,6 +80,21 @@ MUTANTS = [
             'refs["p"].at[slot], q_own',
             APART,
         ),
+        (
+            "parts of dk in the place of those of dv",
+            '(refs["dk"], refs["dv"])',
+            '(refs["dv"], refs["dv"])',
+            "tests/test_mosaic_interpreted.py -m '' -k parts_of_gradients_apart",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/pairwise.py",
+        (
+            "bits of a mask from the other end",
+            "places.reshape(_EIGHTS",
+            "places[::-1].reshape(_EIGHTS",
+            "tests/test_mosaic_dealt.py -k words",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/tiles.py",
@@ -221,6 +236,12 @@ MUTANTS = [
     ),
     *of(
         "pallas_kernels/core/spec.py",
+        (
+            "a kernel's own form of a mask is left out",
+            "return [*first, *(x for x in kept if x.dtype != jnp.bool_)]",
+            "return first",
+            "tests/test_mosaic_interpreted.py -m '' -k 'rule and pairwise_3'",
+        ),
         (
             "ALiBi on both sides with the first block's maximum",
             "return self.score.slopes is not None and not self.keeps_past_only",

@@ -118,6 +118,8 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
     }
     for h in (48, 72, 96, 160, 192):
         found[f"head size {h}, causal"] = ((*shape, h), 16, causal)
+    for h in (64, 128, 256):
+        found[f"head size {h}, causal, 1 key head"] = ((4, 2048, 16, h), 1, causal)
     for h in (64, 128):
         found[f"head size {h}, causal, 2 key heads"] = ((*shape, h), 2, causal)
         found[f"head size {h}, causal, T 2048"] = ((8, 2048, 16, h), 16, causal)

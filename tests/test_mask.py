@@ -30,8 +30,8 @@ def keep(atoms, t: int, s: int, offset: int = 0) -> np.ndarray:
 
 
 def kept_pairs(spec: AttentionSpec, t: int, s: int) -> np.ndarray:
-    kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
-    return np.broadcast_to(True if kept is None else kept, (t, s))
+    kept = [True, *spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])]
+    return np.broadcast_to(kept[-1], (t, s))
 
 
 LITERAL = [
@@ -344,8 +344,7 @@ def test_blocks_beyond_a_window_meet_from_both_sides():
 
 
 def _check_both_sides(spec: AttentionSpec, t: int, s: int, rows: int, keys: int):
-    kept = spec.keep(np.arange(t)[:, None], np.arange(s)[None, :])
-    kept = np.broadcast_to(True if kept is None else kept, (t, s))
+    kept = kept_pairs(spec, t, s)
     q_limit = spec.q_limit(t)
     met = {}
     for j in range(-(-s // keys)):

@@ -72,11 +72,15 @@ def test_bits_of_threads(order, striped):
 
 @pytest.mark.parametrize("name", ["t", "s"])
 def test_words_of_masks(name):
-    """Bit i of word j is element 32 * j + i."""
-    mask = np.random.default_rng(0).random((2, 64, 96)) < 0.5
-    words = pairwise.in_words(Named(jnp.asarray(mask), ("b0", "t", "s")), name)
-    axis = words.axes.index(name)
-    places = np.arange(mask.shape[axis])
-    found = np.take(np.asarray(words.value), places // 32, axis)
-    places = np.expand_dims(places % 32, [i for i in range(3) if i != axis])
-    np.testing.assert_array_equal(found >> np.uint32(places) & np.uint32(1), mask)
+    """A thread's words have a bit for each of its pairs, in the order it has them."""
+    rows = np.random.default_rng(0).random((64, 128)) < 0.5
+    mask = rows if name == "s" else rows.T
+    words = pairwise.in_words(Named(jnp.asarray(mask), ("t", "s")), name).value
+    words = np.asarray(words if name == "s" else words.T, np.int32)
+    pairs = dealt(rows, PRODUCT)  # by two neighbours, of rows r and r + 8 in turn
+    for thread in range(THREADS):
+        first = thread // 32 * 16 + thread % 32 // 4
+        own = words[[first, first + 8], thread % 4 :: pairwise.WORDS]
+        bits = own[..., None] >> np.arange(16) & 1
+        expected = pairs[thread].reshape(-1, 2, 2).swapaxes(0, 1)
+        np.testing.assert_array_equal(bits.reshape(expected.shape), expected)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Config
+from pallas_kernels import device
 from pallas_kernels.mosaic_gpu import tuning
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
@@ -75,6 +76,15 @@ def test_gradients_apart(name, monkeypatch, record_property):
     mosaic_interpreter.install(monkeypatch)
     case = with_heads(by_name(name).full(), 208)
     assert "query" in check(case, record_property)
+
+
+@deep
+def test_parts_of_gradients_apart(monkeypatch, record_property):
+    """A head of a group each: parts in float32 leave in place of queries."""
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 4)
+    case = dataclasses.replace(by_name("causal"), batch=(1,), t=130, s=70, n=2, k=1)
+    assert "query" in check(with_heads(case, 208), record_property)
 
 
 @deep

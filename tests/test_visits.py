@@ -124,9 +124,8 @@ def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
     """[b0, v0, n, t, s]"""
     spec = jax.tree.map(lambda x: x.to((*BATCH, "n", "t", "s")), spec)
     rows, keys = np.arange(size["t"])[:, None], np.arange(size["s"])[None, :]
-    kept = spec.keep(rows, keys)
     shape = (*BATCH.values(), *(size[a] for a in "nts"))
-    return np.broadcast_to(True if kept is None else kept, shape)
+    return np.broadcast_to([True, *spec.keep(rows, keys)][-1], shape)
 
 
 @pytest.mark.parametrize("examples", [8, *deeply(30)])

@@ -27,6 +27,11 @@ def exp2(x: jax.Array, scale: float, shift) -> jax.Array:
     return jnp.exp2(x * scale - shift)
 
 
+def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
+    """x where a boolean array, or what a backend loads in its place, says so; -inf."""
+    return jnp.where(kept, x, -jnp.inf)
+
+
 def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
     """x where the uint32 bits are below the limit, 0 elsewhere."""
     return jnp.where(bits < jnp.uint32(limit), x, 0.0)
@@ -59,6 +64,7 @@ class Arithmetic:
 
     Attributes:
       exp2: of a scaled and shifted block.
+      masked: a choice of scores by masks (`AttentionSpec.keep`).
       where_below: a choice of elements by random bits.
       tanh: the hyperbolic tangent, as accurate as the scores it is taken of.
       wide_product: upper and lower half of a product of uint32.
@@ -71,6 +77,7 @@ class Arithmetic:
     """
 
     exp2: Callable = exp2
+    masked: Callable = masked
     where_below: Callable = where_below
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product

@@ -115,8 +115,8 @@ class Pairs:
 
     def _with_mask(self, x: jax.Array) -> jax.Array:
         """Scores, -inf where no mask keeps the pair."""
-        keep = self.spec.keep(self._numbers("t"), self._numbers("s"))
-        return x if keep is None else jnp.where(keep, x, -jnp.inf)
+        kept = self.spec.keep(self._numbers("t"), self._numbers("s"))
+        return functools.reduce(self.arithmetic.masked, kept, x)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""

@@ -190,8 +190,11 @@ class AttentionSpec:
         """Which rows of the caller these are: themselves, but for `repeat`."""
         return rows if self.repeat == 1 else divide(rows, self.repeat)
 
-    def keep(self, q, kv) -> jax.Array | None:
-        """Which pairs are kept, or None for all.
+    def keep(self, q, kv) -> list[jax.Array]:
+        """What says which pairs are kept: those of which all of it says so.
+
+        That is one boolean array, or none where all are; and after it what a backend
+        has in place of one (`Arithmetic.masked`).
 
         Args:
           q, kv: int32 row numbers that broadcast against each other; array fields of
@@ -200,12 +203,11 @@ class AttentionSpec:
         q = self.query_numbers(q)
         offset, query, key = self.positions
         q_pos, kv_pos = query.at(q) + offset, key.at(kv)
-        kept = None
-        for atom in self.masks:
-            more = atom.keep(q, kv, q_pos, kv_pos)
-            if more is not None:
-                kept = more if kept is None else kept & more
-        return kept
+        found = [atom.keep(q, kv, q_pos, kv_pos) for atom in self.masks]
+        kept = [x for x in found if x is not None]
+        boolean = [x for x in kept if x.dtype == jnp.bool_]
+        first = [functools.reduce(operator.and_, boolean)] if boolean else []
+        return [*first, *(x for x in kept if x.dtype != jnp.bool_)]
 
     def kv_limit(self, size: int):
         """Key rows at or beyond this are padding: their values must not be touched."""

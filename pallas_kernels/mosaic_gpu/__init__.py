@@ -15,7 +15,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import dropout, memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.dq import dq as dq_kernel
@@ -23,6 +23,14 @@ from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_HEAD_SIZE = 256
+
+_ARITHMETIC = dataclasses.replace(
+    support.ARITHMETIC,
+    masked=pairwise.masked,
+    bits=dropout.bits,
+    where_below=dropout.where_below,
+    drops_by_sign=True,
+)
 
 lowering_context = support.lowering_context
 
@@ -117,14 +125,15 @@ def other_backward(call: Call, /) -> str | None:
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
-    return Launch(blocks, precision, dropout.ARITHMETIC, False, splits)
+    return Launch(blocks, precision, _ARITHMETIC, False, splits)
 
 
 def _backward_launch(call: Call) -> Launch | None:
     """None where there is no kernel for the call's heads."""
     blocks = tuning.of_backward(_heads(call))
     splits = None if call.config is None else call.config.splits
-    if not tuning.computes_ahead(tuning.head_tiles(call.size)):
+    ahead = tuning.computes_ahead(tuning.head_tiles(call.size))
+    if not (ahead or tuning.makes_dq_apart(call.size)):
         splits = 1  # there is no room for sums in float32
     return None if blocks is None else _launch(blocks, call.precision, splits)
 

@@ -8,7 +8,8 @@ a block of queries, transposed, [keys, queries], for both: so one makes exponent
 the other multiplies. One more warpgroup loads queries, by TMA.
 
 Shared memory: k, v [64, ...]; num_stages times q, do [64, ...], their log-sum-exps and
-delta; for each warpgroup p and dz [keys, queries]. dk and dv leave in place of k and v.
+delta; for each warpgroup p and dz [keys, queries]. dk and dv leave in place of k and v,
+or, where they are parts in float32 (`division`), of queries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
+from pallas_kernels import division, program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows, load_tree
@@ -50,11 +51,13 @@ def dkv(
 
     Args:
       q, k, v, spec, saved, launch: as of `backward.backward`.
-      outputs: shape structs of dk and dv, in the dtype of k.
+      outputs: shape structs of dk and dv.
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
     layout = memory.Layout.of("dkv", operands, launch)
+    results = [division.partial(x, layout.parts) for x in outputs]
+    wide = results[0].dtype != k.dtype
     rows, keys = blocks.block_q, blocks.block_kv
     width = tuning.head_tiles(layout.size)
     elements, wider = memory.of_tiles(layout.size, width)
@@ -176,30 +179,33 @@ def dkv(
                 dk_block * spec.gradient_unit,
                 dv_block * spec.dropout_scale,
             )
-            refs["k"].at[0, :, columns["h"]][...] = dk_block.astype(dk.dtype)
-            refs["v"].at[0, :, columns["d"]][...] = dv_block.astype(dv.dtype)
+            dk_tile, dv_tile = (
+                (refs["dk"], refs["dv"]) if wide else (refs["k"].at[0], refs["v"].at[0])
+            )
+            dk_tile.at[:, columns["h"]][...] = dk_block.astype(dk.dtype)
+            dv_tile.at[:, columns["d"]][...] = dv_block.astype(dv.dtype)
             plgpu.commit_smem()
             support.named_barrier("sync", jnp.int32(_TOGETHER), _COMPUTING)
 
             @pl.when(me == 0)
             def _():
-                plgpu.copy_smem_to_gmem(refs["k"].at[0], dk.at(own))
-                plgpu.copy_smem_to_gmem(refs["v"].at[0], dv.at(own))
+                plgpu.copy_smem_to_gmem(dk_tile, dk.at(own))
+                plgpu.copy_smem_to_gmem(dv_tile, dv.at(own))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     found = memory.call(
         kernel,
         layout,
         (q, k, v, spec, saved, visits),
-        outputs,
+        results,
         block={"t": rows, "s": keys, **wider},
         tiles=width,
         columns="t",
-        scratch=_shared(blocks, width, elements, q.dtype),
+        scratch=_shared(blocks, width, elements, q.dtype, wide),
         warpgroups=_COMPUTING + 1,
         name="flash2_dkv",
     )
-    return tuple(x.value for x in found)
+    return division.summed(found, outputs)
 
 
 def _halves(width) -> dict[str, int]:
@@ -207,19 +213,30 @@ def _halves(width) -> dict[str, int]:
     return {name: width[name] // _COMPUTING for name in "hd"}
 
 
-def _shared(blocks, width, elements, dtype) -> dict:
-    """Tiles and barriers of a program, by name."""
+def _shared(blocks, width, elements, dtype, wide: bool) -> dict:
+    """Tiles and barriers of a program, by name.
+
+    Args:
+      wide: whether dk and dv are float32.
+    """
     rows, keys, stages = blocks.block_q, blocks.block_kv, blocks.num_stages
 
     halves = _halves(width)
     part = {name: math.gcd(elements[name], halves[name]) for name in "hd"}
 
-    def of_heads(name, *shape):
+    def of_heads(name, *shape, dtype=dtype):
         return support.tile((*shape, width[name]), dtype, part[name])
 
+    def of_queries(tile, gradient, head):
+        own = of_heads(head, stages, rows)
+        if not wide:
+            return {tile: own}
+        there = of_heads(head, keys, dtype=_F32)
+        return {f"{tile} or {gradient}": support.in_one_place(own, there)}
+
     vector = plgpu.SMEM((stages, rows), _F32)
-    of_q = {"q": of_heads("h", stages, rows), "lse": vector}
-    of_do = {"do": of_heads("d", stages, rows), "delta": vector}
+    of_q = {**of_queries("q", "dk", "h"), "lse": vector}
+    of_do = {**of_queries("do", "dv", "d"), "delta": vector}
     barrier = functools.partial(plgpu.Barrier, num_barriers=_COMPUTING)
     return {
         "k": of_heads("h", 1, keys),

@@ -181,8 +181,3 @@ def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
         )
 
     return choose(x, bits)
-
-
-ARITHMETIC = dataclasses.replace(
-    support.ARITHMETIC, bits=bits, where_below=where_below, drops_by_sign=True
-)

@@ -26,7 +26,6 @@ numbers of two bytes, one for each pair, come by TMA too, [block_q, block_kv] at
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from typing import Any
@@ -225,9 +224,7 @@ def forward(
                     i = support.unknown(i)
                     total, p = state
                     found, left = scores(masked, i, lambda: add(i - 1, p))
-                    exp2 = {"exp2": support.exp2_of_masked} if masked else {}
-                    fast = dataclasses.replace(arithmetic, **exp2)
-                    p = flash2.probabilities(found, along(shift, keys), fast)
+                    p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
                     added(i - 1)
                     return total, left(p)

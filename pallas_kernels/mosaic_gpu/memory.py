@@ -102,9 +102,9 @@ class View(layout.View):
         transposed = order == ("s", "t")
         if not self.boolean:
             return pairwise.load(self.at(where), shape, transposed=transposed)
-        name, word = order[1], jnp.int32(pairwise.WORD)
-        start, count = lax.div(where[name].start, word), shape[1] // pairwise.WORD
-        words = self.at({**where, name: Rows(start, count)})
+        name, columns = order[1], pairwise.COLUMNS // pairwise.WORDS
+        start = lax.div(where[name].start, jnp.int32(columns))
+        words = self.at({**where, name: Rows(start, shape[1] // columns)})
         return pairwise.load_words(words, shape, transposed=transposed)
 
 

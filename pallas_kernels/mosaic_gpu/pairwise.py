@@ -2,13 +2,12 @@
 
 They lie in global memory, and threads load what belongs to their own pairs of a block,
 straight into the places of results of products: of a bias two neighbours at once, or
-one of a transposed block, of a mask a word for 32 pairs of a row of the block. XLA
-makes these words before the kernel.
+one of a transposed block, of a mask 16 bits at once, for those of its pairs that lie in
+64 columns of a row of the block. XLA puts these bits together before the kernel.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -23,21 +22,29 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.core.axes import Named
 from pallas_kernels.mosaic_gpu import support
 
-WORD = 32  # pairs
-_WIDEST = 4  # words of a load
+# A row of a result of products is dealt to four threads, two neighbours each in turn.
+# So of 64 columns a thread has 16, whose bits of a mask are one word.
+WORDS, COLUMNS = 4, 64
+_EIGHTS, _NEIGHBOURS = 8, 2
 _GLOBAL = 1  # the address space
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 def in_words(x: Named, name: str) -> Named:
-    """A mask with a bit for each element along axis `name`, a multiple of 32."""
+    """A mask with a bit for each element along axis `name`, a multiple of 64.
+
+    Word 4 * i + n has bit 2 * j + e for element 64 * i + 8 * j + 2 * n + e.
+    """
     axis = x.axes.index(name)
-    shape = (*x.shape[:axis], x.shape[axis] // WORD, WORD, *x.shape[axis + 1 :])
-    places = jnp.arange(WORD, dtype=jnp.uint32).reshape(
-        WORD, *[1] * (x.value.ndim - 1 - axis)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    count = x.shape[axis] // COLUMNS
+    bits = x.value.reshape(*before, count, _EIGHTS, WORDS, _NEIGHBOURS, *after)
+    places = jnp.arange(COLUMNS // WORDS, dtype=jnp.uint16)
+    places = places.reshape(_EIGHTS, 1, _NEIGHBOURS, *[1] * len(after))
+    words = jnp.sum(
+        bits.astype(jnp.uint16) << places, (axis + 1, axis + 3), dtype=jnp.uint16
     )
-    bits = x.value.reshape(shape).astype(jnp.uint32) << places
-    return Named(jnp.sum(bits, axis + 1, dtype=jnp.uint32), x.axes)
+    return Named(words.reshape(*before, count * WORDS, *after), x.axes)
 
 
 def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
@@ -58,7 +65,7 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
         def register(i, j):
             places = [8 * i * rows + (8 * j + e) * columns for e in (0, 1)]
-            at = [utils.getelementptr(here, [_i32(n)], kind) for n in places]
+            at = [utils.getelementptr(here, [support.i32(n)], kind) for n in places]
             if not transposed:
                 return llvm.load(pair, at[0])
             return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
@@ -69,39 +76,64 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
 
 def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
-    """A block of a mask, from words of the rows of the block.
+    """A block of a mask: for each pair, the word (uint32) with its bit, for `masked`.
 
     Args:
       ref: [rows, words], or [words, rows] where the block is transposed.
     """
-    count = shape[1] // WORD
-    width = 1 if transposed else math.gcd(count, _WIDEST)
-    kind = ir.IntegerType.get_signless
 
     def of_place(pointer, row, column, strides, word):
         rows, words = reversed(strides) if transposed else strides
-        here = utils.getelementptr(pointer, [_product(row, rows)], word)
-        several = ir.VectorType.get((width,), word)
+        own = _product(arith.shrui(column, support.i32(1)), words)
+        here = utils.getelementptr(pointer, [_sum(_product(row, rows), own)], word)
 
-        def row_of_words(i):
-            found = []
-            for k in range(0, count, width):
-                place = _i32(8 * i * rows + k * words)
-                loaded = llvm.load(several, utils.getelementptr(here, [place], word))
-                found += [vector.extract(loaded, [], [n]) for n in range(width)]
-            return [arith.shrui(x, column) for x in found]
+        def load_word(i, n):
+            place = support.i32(8 * i * rows + n * WORDS * words)
+            loaded = llvm.load(word, utils.getelementptr(here, [place], word))
+            return arith.extui(ir.IntegerType.get_signless(32), loaded)
 
-        of_rows = [row_of_words(i) for i in range(2)]
-        pair = ir.VectorType.get((2,), kind(1))
+        of_rows = [
+            [load_word(i, n) for n in range(shape[1] // COLUMNS)] for i in range(2)
+        ]
+        pair = ir.VectorType.get((_NEIGHBOURS,), ir.IntegerType.get_signless(32))
 
         def register(i, j):
-            own = of_rows[i][8 * j // WORD]
-            found = [_bit(own, (8 * j + e) % WORD) for e in (0, 1)]
-            return vector.from_elements(pair, found)
+            return vector.from_elements(pair, [of_rows[i][j // _EIGHTS]] * _NEIGHBOURS)
 
         return register
 
-    return _loaded(ref, shape, jnp.bool_, of_place)
+    return _loaded(ref, shape, jnp.uint32, of_place)
+
+
+def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
+    """`Arithmetic.masked`, with words of `load_words`, too.
+
+    The compiler tests seven bits of a word in one instruction where the choices come
+    one after the other.
+    """
+    if kept.dtype == jnp.bool_:
+        return jnp.where(kept, x, -jnp.inf)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_LAYOUT, _LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_LAYOUT),
+    )
+    def choose(_, x, words):
+        registers = np.empty_like(x.registers)
+        count = registers.size
+        for n in (*range(0, count, 2), *range(1, count, 2)):  # a row, then the other
+            both = x.registers.flat[n], words.registers.flat[n]
+            first = n // 2 % _EIGHTS * _NEIGHBOURS
+            found = []
+            for e in range(_NEIGHBOURS):
+                one, word = (vector.extract(of, [], [e]) for of in both)
+                found.append(_where_bit(one, word, first + e))
+            registers.flat[n] = vector.from_elements(both[0].type, found)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return choose(x, kept)
 
 
 def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
@@ -131,7 +163,7 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         for n in range(registers.size):
             registers.flat[n] = register(n % 2, n // 2)
-        signed = False if dtype == jnp.bool_ else None
+        signed = False if dtype == jnp.uint32 else None
         return mgpu.FragmentedArray(
             _registers=registers, _layout=layout, _is_signed=signed
         )
@@ -139,19 +171,17 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
     return make(ref, *(support.numbers_along(axis, shape[axis]) for axis in (0, 1)))
 
 
-def _bit(word: ir.Value, place: int) -> ir.Value:
-    """In one instruction; the compiler would shift the bit to the end before."""
-    text = f"{{.reg .b32 x; and.b32 x, $1, {1 << place:#x}; setp.ne.u32 $0, x, 0;}}"
-    return llvm.inline_asm(ir.IntegerType.get_signless(1), [word], text, "=b,r")
-
-
-def _i32(number: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
+def _where_bit(x: ir.Value, word: ir.Value, place: int) -> ir.Value:
+    """x where a word has a bit, else -inf."""
+    text = (
+        f"{{.reg .b32 y; .reg .pred p; and.b32 y, $2, {1 << place:#x}; "
+        "setp.ne.u32 p, y, 0; selp.f32 $0, $1, 0fFF800000, p;}"
+    )
+    return llvm.inline_asm(ir.F32Type.get(), [x, word], text, "=f,f,r")
 
 
 def _product(a: ir.Value, b: int) -> ir.Value:
-    return arith.muli(a, _i32(b))
+    return arith.muli(a, support.i32(b))
 
 
 def _sum(a: ir.Value, b: ir.Value) -> ir.Value:

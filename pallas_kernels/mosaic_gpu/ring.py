@@ -33,10 +33,10 @@ class Ring:
         """Shared memory and barriers of tiles that come together.
 
         Args:
-          tiles: by name, [stages, ...].
+          tiles: by name (`support.by_name`), [stages, ...].
           readers: warpgroups that read them.
         """
-        name = next(iter(tiles))
+        name, *_ = next(iter(tiles)).split(" or ")
         return {
             **tiles,
             f"{name} here": plgpu.Barrier(num_barriers=stages, num_arrivals=len(tiles)),

@@ -16,7 +16,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
-from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_kernels.core.arithmetic import Arithmetic
 
@@ -89,24 +88,29 @@ def tile(
     if not is_one_part(shape[-1], itemsize, row):
         return in_parts_of(8)
     if columns % shape[-1] and COPIES_ANY_WIDTH:
-        return plgpu.RefUnion(
-            in_parts_of(8), plgpu.SMEM(shape, dtype, transforms=(swizzled,))
-        )
-    return (
-        plgpu.RefUnion(in_parts_of(8), in_parts_of(1)) if rows % 8 else in_parts_of(8)
-    )
+        single_rows = plgpu.SMEM(shape, dtype, transforms=(swizzled,))
+        return in_one_place(in_parts_of(8), single_rows)
+    return in_one_place(in_parts_of(8), in_parts_of(1)) if rows % 8 else in_parts_of(8)
+
+
+def in_one_place(*forms: plgpu.SMEM):
+    """Shared memory that has two forms, at different times, or both."""
+    return plgpu.RefUnion(*forms)
 
 
 def by_name(refs: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Refs of shared memory; of a `tile` in two forms that for copies has a name, too.
+    """Refs of shared memory. What has two forms (`in_one_place`) has two names.
 
     Args:
-      shared: what they are of.
+      shared: what they are of, by name: "a or b" of two forms, and of a `tile` of two
+        its own, of which that for copies is "... copied".
     """
     found = dict(refs)
     for name, what in shared.items():
-        if isinstance(what, plgpu.RefUnion):
-            found[name], found[f"{name} copied"] = refs[name]
+        if isinstance(what, plgpu.RefUnion | tuple):
+            first, *second = name.split(" or ")
+            (other,) = second or [f"{first} copied"]
+            found[first], found[other] = refs[name]
     return found
 
 
@@ -132,9 +136,40 @@ def load_vector(ref, axis: int, *, shared: bool = False):
 
 
 def load_tile(ref):
-    """A tile in shared memory, dealt to threads as results of products are."""
+    """Numbers of two bytes in shared memory, dealt to threads as products are."""
     index = ((),) if _LOADS_BY_INDEX else ()
-    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA)
+    found = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA)
+    return widened(found) if found.dtype == jnp.bfloat16 else found
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """bfloat16 as float32, an instruction each: the compiler takes three for two."""
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def widen(_, x):
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair = ir.VectorType.get((2,), single)
+        registers = np.empty_like(x.registers)
+        for i, register in enumerate(x.registers.flat):
+            both = _element(vector.bitcast(ir.VectorType.get((1,), word), register))
+            lower = arith.shli(both, i32(16))
+            upper = arith.andi(both, i32(-1 << 16))
+            numbers = [arith.bitcast(single, n) for n in (lower, upper)]
+            registers.flat[i] = vector.from_elements(pair, numbers)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return widen(x)
+
+
+def i32(number: int) -> ir.Value:
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
@@ -166,33 +201,6 @@ def numbers_along(axis: int, size: int) -> jax.Array:
 
 
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
-
-
-def exp2_of_masked(x: jax.Array, scale: float, shift: jax.Array) -> jax.Array:
-    """`Arithmetic.exp2`, for blocks that a mask has been applied to.
-
-    Multiplies and subtracts at once. The compiler would move the mask between the two,
-    and so not.
-    """
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
-    )
-    def exponent(_, x, shift):
-        kind = x.registers.flat[0].type
-        number = ir.FloatAttr.get(ir.F32Type.get(), scale)
-        factor = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, number))
-        registers = np.empty_like(x.registers)
-        pairs = zip(x.registers.flat, shift.registers.flat, strict=True)
-        for i, (a, b) in enumerate(pairs):
-            registers.flat[i] = mlir_math.fma(a, factor, arith.negf(b))
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=x.layout, _is_signed=None
-        )
-
-    return jnp.exp2(exponent(x, shift))
 
 
 def unknown(number: jax.Array) -> jax.Array:
