@@ -346,7 +346,9 @@ def _checked(
 def explain(*arguments: Any, **keywords: Any) -> str:
     """Says which implementation runs a call here, and why the others do not.
 
-    `explain` checks the call as `attention` does, but computes nothing.
+    `explain` checks the call as `attention` does, but computes nothing. Under
+    `jax.vmap` it speaks of one element; which kernels run is decided again, with all
+    elements, when the program is lowered.
 
     Args:
       *arguments, **keywords: the arguments of `attention`. Each array may be a

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -160,6 +161,20 @@ def choose(implementation: str | None, call: Call) -> str:
     return chosen
 
 
+def again(name: str, call: Call, *, is_named: bool) -> str:
+    """The backend that serves a call which `name` was chosen for, as it is lowered.
+
+    By then `vmap` may have added axes, and devices may have divided others, so that
+    other kernels are faster. Where JAX differentiates the backend itself, or the caller
+    names it, it stays.
+    """
+    if is_named or BACKENDS[name].has_tangents:
+        return name
+    why_not = {x: None if x == name else reason(x, call) for x in BACKENDS}
+    chosen = _first(call, [x for x, why in why_not.items() if why is None])
+    return name if BACKENDS[chosen].has_tangents else chosen
+
+
 def _level_of_caller() -> int:
     """For a warning of the function that asks: the line outside of this package."""
     folder = str(Path(__file__).parent)
@@ -180,6 +195,11 @@ def _choice(implementation: str | None, call: Call) -> str:
     if not serving:
         lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
         raise ValueError(f"no implementation serves this call: {lines}")
+    return _first(call, serving)
+
+
+def _first(call: Call, serving: Sequence[str]) -> str:
+    """Of the backends that can serve a call."""
     # A backend may be known to be slower than the next one, not than those after that.
     return next(
         name

@@ -30,7 +30,8 @@ class Problem:
     Attributes:
       axes: of each operand: query, key, value and the leaves of the spec.
       spec_tree: the structure of the AttentionSpec, with its static fields.
-      backend: name of the backend.
+      backend: name of the backend that was chosen; kernels of another one may be
+        faster for the axes that `vmap` adds (`_backends.again`).
       is_named: whether the caller named it.
       config: of the kernels.
       precision: of products of float32 operands.
@@ -124,7 +125,7 @@ def _forward_rule(problem: Problem, operands):
         ]
     q, k, v, spec = problem.named([x.value for x in operands])
     options = {"config": problem.config, "precision": problem.precision}
-    backend = _backends.module(problem.backend)
+    (backend,) = map(_backends.module, _forward_backends(problem, operands))
     return backend.forward(q, k, v, spec, (o, lse), **options)
 
 
@@ -151,12 +152,24 @@ def _own_backend(problem: Problem, operands) -> tuple[str, ...]:
     return (problem.backend,)
 
 
-def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
-    """That of the gradients, and another for those of the score's operands, if so."""
+def _serving(problem: Problem, operands) -> tuple[str, Call]:
+    """The backend of a call, with all the axes that it has by now, and the call."""
     q, k, v, *leaves = operands[: len(problem.axes)]
     spec = problem.spec_tree.unflatten(leaves)
     call = Call(q, k, v, spec, problem.config, problem.precision)
-    name = _backends.of_backward(problem.backend, call, is_named=problem.is_named)
+    name = _backends.again(problem.backend, call, is_named=problem.is_named)
+    return name, call
+
+
+def _forward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    name, _ = _serving(problem, operands)
+    return (name,)
+
+
+def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    """That of the gradients, and another for those of the score's operands, if so."""
+    name, call = _serving(problem, operands)
+    name = _backends.of_backward(name, call, is_named=problem.is_named)
     other = _backends.of_score_gradients(name, call)
     return (name,) if other is None else (name, other)
 
@@ -255,7 +268,7 @@ class Operation:
             return lower(context, *operands, **params)
 
 
-FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs)
+FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs, _forward_backends)
 BACKWARD = Operation(
     "flash2_backward", _backward_rule, backward_outputs, _backward_backends
 )

@@ -220,7 +220,6 @@ def install(monkeypatch, *, races: bool = False) -> None:
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms
-    put(support, "widened", lambda x: x.astype(jnp.float32))
     put(backend, "_ARITHMETIC", support.ARITHMETIC)
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)

@@ -57,6 +57,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/__init__.py",
         (
+            "dq by itself in parts",
+            "blocks=tuning.DQ_APART, splits=1)",
+            "blocks=tuning.DQ_APART)",
+            "tests/test_mosaic_interpreted.py -m '' -k parts_of_gradients_apart",
+        ),
+        (
             "dq by itself without tables of segments",
             "dq_kernel(q, k, v, tabled,",
             "dq_kernel(q, k, v, spec,",

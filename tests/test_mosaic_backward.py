@@ -123,7 +123,7 @@ DIVIDED = {
 
 
 def divided_case(name: str, head: int, shape: dict) -> Case:
-    sizes = {"batch": (1,), "t": 1100, "s": 300, "n": 4, "k": 1, "h": head, "d": head}
+    sizes = {"batch": (1,), "t": 1100, "s": 700, "n": 4, "k": 1, "h": head, "d": head}
     return dataclasses.replace(by_name(name), **sizes | shape)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,31 @@ def test_calls_go_to_the_backend_that_measured_faster():
         window = {"is_causal": True, "local_window_size": (size, 0)}
         assert _choice((4, 4096, 16, 128), **window) == chosen
         assert _choice((4, 4096, 32, 64), **window) == "triton"
+
+
+def _kernels_under_vmap(axes: int, which: str, **options) -> set[str]:
+    """Custom calls of 16 heads and 2 batch entries, of which so many are mapped."""
+    q = jax.ShapeDtypeStruct((2, 16, 4096, 128)[-2 - axes :], jnp.bfloat16)
+
+    def one(q, k, v, do):
+        call = functools.partial(attention, is_causal=True, **options)
+        rows = [x[:, None] for x in (q, k, v, do)]  # [T, 1, H]
+        out, vjp = jax.vjp(call, *rows[:3])
+        return out if which == "forward" else vjp(rows[3])
+
+    for _ in range(axes):
+        one = jax.vmap(one)
+    text = lower_for_gpu(one, q, q, q, q)
+    return set(re.findall(r"custom_call @([\w$.]+)", text))
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_mapped_calls_go_to_the_backend_that_measured_faster(which):
+    """`vmap` over heads: one of them would leave most multiprocessors idle."""
+    mosaic_gpu, triton = {"mosaic_gpu_v2"}, {"__gpu$xla.gpu.triton"}
+    assert _kernels_under_vmap(0, which) == triton
+    assert _kernels_under_vmap(2, which) == mosaic_gpu
+    assert _kernels_under_vmap(2, which, implementation="triton") == triton
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 4, 64), (0, 8, 4, 64), (2, 0, 4, 64)])

@@ -80,10 +80,10 @@ def test_gradients_apart(name, monkeypatch, record_property):
 
 @deep
 def test_parts_of_gradients_apart(monkeypatch, record_property):
-    """A head of a group each: parts in float32 leave in place of queries."""
+    """Parts of dk and dv in float32 leave in place of queries; dq has no parts."""
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(device, "multiprocessors", lambda: 4)
-    case = dataclasses.replace(by_name("causal"), batch=(1,), t=130, s=70, n=2, k=1)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 8)
+    case = dataclasses.replace(by_name("plain"), batch=(1,), t=130, s=520, n=2, k=1)
     assert "query" in check(with_heads(case, 208), record_property)
 
 

@@ -168,7 +168,7 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     assert launch is not None  # else `other_backward`
     operands = q, k, v, spec, (padded, delta, do)
     if tuning.makes_dq_apart(call.size):
-        of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART)
+        of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART, splits=1)
         tabled = _with_table(spec, of_dq.blocks, call.size)
         dq = dq_kernel(q, k, v, tabled, operands[-1], of_q, launch=of_dq)
         gradients = [dq, *dkv_kernel(*operands, (of_k, of_v), launch=launch)]

@@ -65,7 +65,7 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
         def register(i, j):
             places = [8 * i * rows + (8 * j + e) * columns for e in (0, 1)]
-            at = [utils.getelementptr(here, [support.i32(n)], kind) for n in places]
+            at = [utils.getelementptr(here, [_i32(n)], kind) for n in places]
             if not transposed:
                 return llvm.load(pair, at[0])
             return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
@@ -84,11 +84,11 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
     def of_place(pointer, row, column, strides, word):
         rows, words = reversed(strides) if transposed else strides
-        own = _product(arith.shrui(column, support.i32(1)), words)
+        own = _product(arith.shrui(column, _i32(1)), words)
         here = utils.getelementptr(pointer, [_sum(_product(row, rows), own)], word)
 
         def load_word(i, n):
-            place = support.i32(8 * i * rows + n * WORDS * words)
+            place = _i32(8 * i * rows + n * WORDS * words)
             loaded = llvm.load(word, utils.getelementptr(here, [place], word))
             return arith.extui(ir.IntegerType.get_signless(32), loaded)
 
@@ -180,8 +180,13 @@ def _where_bit(x: ir.Value, word: ir.Value, place: int) -> ir.Value:
     return llvm.inline_asm(ir.F32Type.get(), [x, word], text, "=f,f,r")
 
 
+def _i32(number: int) -> ir.Value:
+    kind = ir.IntegerType.get_signless(32)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
+
+
 def _product(a: ir.Value, b: int) -> ir.Value:
-    return arith.muli(a, support.i32(b))
+    return arith.muli(a, _i32(b))
 
 
 def _sum(a: ir.Value, b: ir.Value) -> ir.Value:

@@ -136,40 +136,9 @@ def load_vector(ref, axis: int, *, shared: bool = False):
 
 
 def load_tile(ref):
-    """Numbers of two bytes in shared memory, dealt to threads as products are."""
+    """A tile in shared memory, dealt to threads as results of products are."""
     index = ((),) if _LOADS_BY_INDEX else ()
-    found = plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA)
-    return widened(found) if found.dtype == jnp.bfloat16 else found
-
-
-def widened(x: jax.Array) -> jax.Array:
-    """bfloat16 as float32, an instruction each: the compiler takes three for two."""
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
-    )
-    def widen(_, x):
-        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pair = ir.VectorType.get((2,), single)
-        registers = np.empty_like(x.registers)
-        for i, register in enumerate(x.registers.flat):
-            both = _element(vector.bitcast(ir.VectorType.get((1,), word), register))
-            lower = arith.shli(both, i32(16))
-            upper = arith.andi(both, i32(-1 << 16))
-            numbers = [arith.bitcast(single, n) for n in (lower, upper)]
-            registers.flat[i] = vector.from_elements(pair, numbers)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=x.layout, _is_signed=None
-        )
-
-    return widen(x)
-
-
-def i32(number: int) -> ir.Value:
-    kind = ir.IntegerType.get_signless(32)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, number))
+    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA)
 
 
 def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
