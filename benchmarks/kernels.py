@@ -10,7 +10,6 @@ kernel; how long none ran; and what calls took without the profiler. Keeps no ro
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -48,14 +47,6 @@ _SECONDS = flags.DEFINE_float("seconds", 1.0, "Of calls that are looked at.")
 _Pass = tuple[Callable, Sequence]
 
 
-def chosen(pattern: str) -> list[Call]:
-    calls = [call for group in GROUPS.values() for call in group]
-    found = [call for call in calls if re.search(pattern, call.name)]
-    if not found:
-        raise ValueError(f"--calls={pattern}: found in no call's name")
-    return found
-
-
 def _of_shape(shape: Shape, operands: Sequence, peer: str, which: str) -> _Pass:
     passes = PEERS[peer].passes(shape)
     return passes[which], operands[: 3 if which == "forward" else 4]
@@ -73,7 +64,8 @@ def _of_model(call: Call, operands: Sequence, peer: str, which: str) -> _Pass:
 def _calls() -> Iterator[tuple[str, Callable[[str, str], _Pass]]]:
     """Each call in words, and what gives a pass of it by a peer."""
     if _CALLS.value is not None:
-        for call in chosen(_CALLS.value):
+        by_name = {call.name: call for group in GROUPS.values() for call in group}
+        for call in options.calls_named(_CALLS.value, by_name).values():
             call = call.small() if _SMALL.value else call
             made, arrays = call.operands(_DTYPE.value)
             name = f"{call.name} ({call})"

@@ -1,8 +1,8 @@
 """The command line: flags that benchmarks share, defined where called; progress."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 
@@ -84,6 +84,18 @@ def dtype(default: str) -> flags.FlagHolder:
     return flags.DEFINE_enum(
         "dtype", default, ["bfloat16", "float16", "float32"], "Of the operands."
     )
+
+
+def calls_named(pattern: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Those in whose names --calls, a regular expression, is found.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = {name: x for name, x in calls.items() if re.search(pattern, name)}
+    if not found:
+        raise ValueError(f"--calls={pattern}: found in no call's name")
+    return found
 
 
 class Part(NamedTuple):

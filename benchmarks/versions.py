@@ -13,7 +13,6 @@ Results are not checked, and no rows are kept.
 import dataclasses
 import functools
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -123,13 +122,6 @@ CALLS = {
 PASSES = ("forward", "forward_backward")
 
 
-def chosen(pattern: str, small: bool) -> dict[str, Call]:
-    found = {n: x for n, x in CALLS.items() if re.search(pattern, n)}
-    if not found:
-        raise ValueError(f"--calls={pattern}: found in no call's name")
-    return {n: x.small() for n, x in found.items()} if small else found
-
-
 def programs(call: Call, attention: Callable) -> dict[str, Program]:
     """Each pass, compiled."""
     *qkv, do = call.operands()
@@ -160,7 +152,9 @@ def timed(folder: Path) -> None:
     attention = functools.partial(
         jax_flash2.attention, implementation=_IMPLEMENTATION.value
     )
-    calls = chosen(_CALLS.value, _SMALL.value)
+    calls = options.calls_named(_CALLS.value, CALLS)
+    if _SMALL.value:
+        calls = {name: call.small() for name, call in calls.items()}
     compiled, seconds = {}, {}
     with harness.compiling():
         for name, call in calls.items():
@@ -225,7 +219,7 @@ def main():
     if _FOLDER.value:
         timed(Path(_FOLDER.value))
         return
-    chosen(_CALLS.value, _SMALL.value)
+    options.calls_named(_CALLS.value, CALLS)
     given = [x for x in sys.argv[1:] if not x.startswith("--versions")]
     with tempfile.TemporaryDirectory() as temporary:
         started = {}
