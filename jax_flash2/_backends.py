@@ -13,7 +13,6 @@ import importlib
 import inspect
 import itertools
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -198,7 +197,7 @@ def _choice(implementation: str | None, call: Call) -> str:
     return _first(call, serving)
 
 
-def _first(call: Call, serving: Sequence[str]) -> str:
+def _first(call: Call, serving: list[str]) -> str:
     """Of the backends that can serve a call."""
     # A backend may be known to be slower than the next one, not than those after that.
     return next(
