@@ -33,7 +33,7 @@ from tests.mosaic import (
     on_hopper,
     with_heads,
 )
-from tests.tiers import mostly_deep
+from tests.tiers import deeply, mostly_deep
 
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {
@@ -127,7 +127,7 @@ def divided_case(name: str, head: int, shape: dict) -> Case:
     return dataclasses.replace(by_name(name), **sizes | shape)
 
 
-@pytest.mark.parametrize(("head", "of_queries"), [(64, 2), (256, 4)])
+@pytest.mark.parametrize(("head", "of_queries"), [(64, 2), *deeply((256, 4))])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_backward_lowers(name, head, of_queries, multiprocessors, any_size):
     count, shape, words = DIVIDED[name]
