@@ -3,16 +3,20 @@
     python -m benchmarks.kernels                     # B 2, T 8192, N 16, H 128, causal
     python -m benchmarks.kernels --batch=8 --length=2k --nocausal --peers=cudnn
     python -m benchmarks.kernels --calls="text|BERT" --implementation=mosaic_gpu
+    python -m benchmarks.kernels --calls=ecode --passes=forward --peers=jax_flash2,read
 
 JAX's profiler looks on while each peer is called for some time, first for a tenth of
 it: clocks fall under load, so a short run flatters. Prints microseconds a call, by
-kernel; how long none ran; and what calls took without the profiler. Keeps no rows.
+kernel; how long none ran; how fast kernels came through the keys and values; and what
+calls took without the profiler. The peer "read" only reads these, and gives their
+maximum. Keeps no rows.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import harness, model_rows, options, profiles
@@ -30,14 +34,15 @@ _CALLS = flags.DEFINE_string(
     "calls",
     None,
     "In place of that shape, a regular expression: the calls of `benchmarks.models` in "
-    "whose names it is found, by --peers among jax_flash2, cudnn and xla.",
+    "whose names it is found, by --peers among jax_flash2, cudnn, xla and read.",
 )
 _IMPLEMENTATION = flags.DEFINE_string(
     "implementation", None, "Of jax_flash2, for --calls."
 )
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, for --calls on a CPU.")
 _DTYPE = options.dtype("bfloat16")
-_PEERS = options.jax_peers([OURS])
+_READ = "read"
+_PEERS = options.jax_peers([OURS], _READ)
 _PASSES = options.names(
     "passes", ["forward_backward"], ["forward", "forward_backward"], "What is called"
 )
@@ -47,12 +52,19 @@ _SECONDS = flags.DEFINE_float("seconds", 1.0, "Of calls that are looked at.")
 _Pass = tuple[Callable, Sequence]
 
 
+def _largest(q, k, v, *others) -> tuple[jax.Array, jax.Array]:
+    del q, others
+    return jnp.max(k), jnp.max(v)
+
+
 def _of_shape(shape: Shape, operands: Sequence, peer: str, which: str) -> _Pass:
-    passes = PEERS[peer].passes(shape)
-    return passes[which], operands[: 3 if which == "forward" else 4]
+    made = operands[: 3 if which == "forward" else 4]
+    return _largest if peer == _READ else PEERS[peer].passes(shape)[which], made
 
 
 def _of_model(call: Call, operands: Sequence, peer: str, which: str) -> _Pass:
+    if peer == _READ:
+        return _largest, operands
     more = {"implementation": _IMPLEMENTATION.value} if peer == OURS else {}
 
     def attention(call, q, k, v, arrays):
@@ -96,6 +108,10 @@ def main():
                     _, each = profiles.repeated(run, _SECONDS.value)
                     events, count = profiles.watched(run, _SECONDS.value)
                     print("\n".join(profiles.lines(events, count)))
+                if events:
+                    read = given[1].nbytes + given[2].nbytes
+                    rate = read * count / sum(event.length for event in events)
+                    print(f"{rate / 1e3:10.2f} TB/s  of {read / 1e9:.3f} GB")
                 print(
                     f"{1e6 * each:10.1f} us  a call, without the profiler", flush=True
                 )

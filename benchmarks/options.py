@@ -65,9 +65,9 @@ def peers(default: list[str]) -> flags.FlagHolder:
     return names("peers", default, PEERS, "Who takes part")
 
 
-def jax_peers(default: list[str]) -> flags.FlagHolder:
+def jax_peers(default: list[str], *others: str) -> flags.FlagHolder:
     known = [name for name, peer in PEERS.items() if isinstance(peer, JaxPeer)]
-    return names("peers", default, known, "Who takes part")
+    return names("peers", default, [*known, *others], "Who takes part")
 
 
 def passes(default: list[str]) -> flags.FlagHolder:

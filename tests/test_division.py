@@ -96,8 +96,9 @@ def test_forced_parts(names, sizes, splits, record_property):
 
 
 @pytest.mark.parametrize("splits", [2, *deeply(None, 4)])
-def test_same_bits(splits):
-    case = Case("bits", _with("causal", "bias"), t=80, s=80 * TIMES, n=6, k=1)
+@pytest.mark.parametrize(("t", "names"), [(1, ["bias"]), (80, ["causal", "bias"])])
+def test_same_bits(t, names, splits):
+    case = Case("bits", _with(*names), t=t, s=80 * TIMES, n=6, k=1)
     arrays, arguments = case.inputs(jnp.float32)
     config = dataclasses.replace(CONFIG, splits=splits)
     options = {**arguments, "implementation": "triton", "config": config}

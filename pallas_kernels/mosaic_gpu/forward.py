@@ -84,6 +84,8 @@ def forward(
     if not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
         numbers = []
     turns = support.Turns(computing, warpgroups=computing + 1)
+    # From global memory, what keys or pairs have comes while the products are made.
+    loads_early = not numbers and any("s" in x.axes for x in jax.tree.leaves(spec))
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs and not spec.peaks_inside
 
@@ -202,9 +204,7 @@ def forward(
 
                 def scores(masked, i, before=None):
                     """Of a tile, and what makes of probabilities a left operand."""
-                    # From global memory, numbers come while the products are made.
-                    early = all_spec.has_bias_of_pairs and not numbers
-                    here = pairs(masked, i) if early else None
+                    here = pairs(masked, i) if loads_early else None
                     qk = products(i, before)
                     here = pairs(masked, i) if here is None else here
                     left = functools.partial(_left, here, v.dtype)

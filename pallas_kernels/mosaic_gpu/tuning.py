@@ -46,7 +46,7 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
     # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
     score = spec.score
-    wants_registers = any(
+    wants_registers = spec.is_sparse or any(
         x is not None for x in (spec.dropout, score.bias, score.slopes)
     )
     return many if keys >= _MANY_KEYS and not wants_registers else few
@@ -128,6 +128,10 @@ _FEWEST_KEYS = {
 }
 _FEWEST_OF_BIASES = (128, 1024)
 _FEWEST_OF_WINDOWS = 450
+# Of packed documents, with heads of more than 95. They take 0.92 to 1.24 times Triton's
+# speed as documents have 250 to 8192 rows on average, heads of 64 0.64 to 1.12 (NVIDIA
+# H100, 2026-11-26: 084-documents-on-hopper.md).
+_FEWEST_OF_DOCUMENTS = 1024
 _FEWEST_OF_MASKS = 512  # of pairs, and dropout
 # Of key lengths, and of biases of four bytes; beside small heads of masks, causal ones
 # too, and of dropout.
@@ -176,7 +180,7 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     """
     spec, largest = call.spec, max(call.head_sizes)
     keys = spec.mean_keys(call.size["s"])
-    if spec.is_sparse:
+    if spec.is_sparse and (largest <= 95 or keys < _FEWEST_OF_DOCUMENTS):
         return "most blocks of keys may be skipped"
     if _has_wide_bias(spec) and largest <= 64:
         return "a float32 bias for each pair takes long to load beside small heads"
