@@ -104,7 +104,8 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((32, 512, 16, 128), is_causal=True) == "mosaic_gpu"
     assert _choice((2, 128, 4, 64)) == "triton"
     assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
-    assert _choice((8, 1024, 32, 64), is_causal=True) == "triton"
+    assert _choice((8, 1024, 32, 64), is_causal=True) == "mosaic_gpu"
+    assert _choice((8, 1022, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
     assert _choice((16, 1024, 8, 256), is_causal=True) == "mosaic_gpu"
     assert _choice((32, 512, 8, 256), is_causal=True) == "mosaic_gpu"

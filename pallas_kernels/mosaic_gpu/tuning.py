@@ -133,9 +133,12 @@ _FEWEST_OF_WINDOWS = 450
 # H100, 2026-11-26: 084-documents-on-hopper.md).
 _FEWEST_OF_DOCUMENTS = 1024
 _FEWEST_OF_MASKS = 512  # of pairs, and dropout
-# Of key lengths, and of biases of four bytes; beside small heads of masks, causal ones
-# too, and of dropout.
+# Of key lengths, and of biases of four bytes; beside small heads of windows, masks and
+# dropout.
 _FEWEST_OF_OTHERS = 1024
+# Beside heads of 64 to 95: both passes are 1.04 to 1.15 times as fast, the forward 0.94
+# to 1.09 times (NVIDIA H100, 2026-11-26: 081-short-rows-on-hopper.md).
+_FEWEST_OF_CAUSAL = 512
 # Where operands are copied because TMA cannot read them as they are. Not timed between
 # 2047, where Triton is 1.34 times as fast at heads of 80, and 4095, where it is not at
 # 128 (the same GPU: 081-short-rows-on-hopper.md).
@@ -167,7 +170,8 @@ def _fewest_keys(spec: AttentionSpec, largest: int) -> tuple[int, int]:
         least.append(_FEWEST_OF_OTHERS)
     sorted_and_plain = spec.later_rows_see_more and not spec.has_bias_of_pairs
     if sorted_and_plain and 63 < largest <= 95:
-        forward = _FEWEST_OF_OTHERS
+        causal = not spec.is_windowed
+        forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
     return max(forward, *least), max(backward, *least)
 
 
