@@ -25,13 +25,17 @@ from pallas_kernels.mosaic_gpu.schedule import (
 
 
 def _tiles(schedule: Schedule) -> list[np.ndarray]:
-    """Those of each program, in its order."""
-    programs, r = jnp.arange(schedule.programs), jnp.arange(MOST_ROUNDS)
+    """Those of each program, in its order.
+
+    Arrays have one size for most schedules, so that JAX compiles each operation once.
+    """
+    programs = jnp.arange(-(-schedule.programs // 1024) * 1024)
+    r = jnp.arange(MOST_ROUNDS)
     tiles, rounds = jax.vmap(
         lambda p: (jax.vmap(lambda r: schedule.tile(p, r))(r), schedule.rounds(p))
     )(programs)
-    own = has(rounds[:, None], r)
-    return [x[y] for x, y in zip(np.array(tiles), np.array(own), strict=True)]
+    own = np.array(has(rounds[:, None], r))[: schedule.programs]
+    return [x[y] for x, y in zip(np.array(tiles)[: len(own)], own, strict=True)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 114, 132])
