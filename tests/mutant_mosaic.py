@@ -180,6 +180,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/tuning.py",
         (
+            "documents at small heads go to these kernels",
+            "if spec.is_sparse and (largest <= 95 or keys",
+            "if spec.is_sparse and (keys",
+            CHOICE,
+        ),
+        (
             "an order of any size",
             "if need > _MOST_COUNTS:",
             "if need < 0:",
