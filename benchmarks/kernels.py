@@ -7,9 +7,9 @@
 
 JAX's profiler looks on while each peer is called for some time, first for a tenth of
 it: clocks fall under load, so a short run flatters. Prints microseconds a call, by
-kernel; how long none ran; how fast kernels came through the keys and values; and what
-calls took without the profiler. The peer "read" only reads these, and gives their
-maximum. Keeps no rows.
+kernel; how long none ran; and what calls took without the profiler. The peer "read"
+only reads the keys and values, and gives their maximum; beside it, the rate at which
+kernels came through them is printed, too. Keeps no rows.
 """
 
 import functools
@@ -53,6 +53,7 @@ _Pass = tuple[Callable, Sequence]
 
 
 def _largest(q, k, v, *others) -> tuple[jax.Array, jax.Array]:
+    """A plain read of the keys and values."""
     del q, others
     return jnp.max(k), jnp.max(v)
 
@@ -108,7 +109,7 @@ def main():
                     _, each = profiles.repeated(run, _SECONDS.value)
                     events, count = profiles.watched(run, _SECONDS.value)
                     print("\n".join(profiles.lines(events, count)))
-                if events:
+                if events and _READ in _PEERS.value:
                     read = given[1].nbytes + given[2].nbytes
                     rate = read * count / sum(event.length for event in events)
                     print(f"{rate / 1e3:10.2f} TB/s  of {read / 1e9:.3f} GB")

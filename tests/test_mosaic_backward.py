@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from tests.mosaic import (
     on_hopper,
     with_heads,
 )
-from tests.tiers import deep, deeply
+from tests.tiers import deeply, mostly_deep
 
 # Cases whose gradients the backend makes itself, where it has the head size.
 WIDER = {
@@ -55,17 +54,9 @@ BACKWARD = [case for case in SERVED if case.h == case.d == 16]
 FIRST_BACKWARD = ("causal", "lengths_causal", "soft_cap", "segments_causal_gqa")
 
 
-def _lowered() -> Iterator:
-    """Each feature at both widths of tiles, each pair of features at one of them."""
-    for i, case in enumerate(BACKWARD):
-        paired = case.name.startswith("pairwise")
-        for head in (64, 128)[i % 2 :][:1] if paired else (64, 128):
-            marks = [] if case.name in FIRST_BACKWARD else deep
-            yield pytest.param(case, head, id=f"{case.name}-{head}", marks=marks)
-
-
 @off_hopper
-@pytest.mark.parametrize(("case", "head"), list(_lowered()))
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("case", mostly_deep(BACKWARD, FIRST_BACKWARD))
 def test_backward_lowers(case, head, any_size):
     text = lowered(with_heads(case, head), jnp.bfloat16)
     assert text.count("custom_call @mosaic_gpu") == 2

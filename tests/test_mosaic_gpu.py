@@ -125,9 +125,12 @@ def test_calls_go_to_the_backend_that_measured_faster():
         window = {"is_causal": True, "local_window_size": (size, 0)}
         assert _choice((4, 4096, 16, 128), **window) == chosen
         assert _choice((4, 4096, 32, 64), **window) == "triton"
-    for rows, head in ((2048, 128), (2046, 128), (8192, 64)):
+    for rows, head, chosen in (
+        (2048, 128, "mosaic_gpu"),
+        (2046, 128, "triton"),
+        (8192, 64, "triton"),
+    ):
         ids = {"query_segment_ids": jnp.zeros((2, rows), jnp.int32)}
-        chosen = "mosaic_gpu" if (rows, head) == (2048, 128) else "triton"
         assert _choice((2, rows, 16, head), is_causal=True, **ids) == chosen
 
 
