@@ -20,7 +20,7 @@ import jax
 from absl import flags
 
 from benchmarks import comparison, options, tables
-from benchmarks.harness import PASSES, Shape
+from benchmarks.shapes import PASSES, Shape, papers_grid
 
 _GRID = flags.DEFINE_enum(
     "grid",
@@ -49,24 +49,15 @@ _FLAGS = options.comparison(list(PASSES))
 
 def paper_shapes() -> list[Shape]:
     """The papers' grid, as the flags say, then the grouped heads."""
-    causal = {"both": (True, False), "true": (True,), "false": (False,)}[_CAUSAL.value]
-
-    def shape(length: int, heads: int, kv_heads: int, head_size: int, causal: bool):
-        batch = max(1, _TOKENS.value // length)
-        return Shape(
-            batch, length, heads, kv_heads, head_size, causal, _FLAGS.dtype.value
-        )
-
-    shapes = [
-        shape(length, heads, heads, head_size, is_causal)
-        for head_size in _HEAD_SIZES.value
-        for heads in [max(1, _HIDDEN.value // head_size)]
-        for is_causal in causal
-        for length in _LENGTHS.value
-    ]
-    if _GQA.value:
-        shapes += [shape(length, 32, 8, 128, True) for length in _LENGTHS.value]
-    return shapes
+    return papers_grid(
+        _LENGTHS.value,
+        _HEAD_SIZES.value,
+        {"both": (True, False), "true": (True,), "false": (False,)}[_CAUSAL.value],
+        grouped=_GQA.value,
+        tokens=_TOKENS.value,
+        hidden=_HIDDEN.value,
+        dtype=_FLAGS.dtype.value,
+    )
 
 
 def overview_shapes() -> list[Shape]:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks import harness, options, records, tables
-from benchmarks.harness import Shape, describe
+from benchmarks.harness import describe
 from benchmarks.options import Progress
 from benchmarks.peers import PEERS
 from benchmarks.programs import JaxPeer, TorchPeer
+from benchmarks.shapes import Shape
 
 
 def measure(

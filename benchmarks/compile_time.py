@@ -15,8 +15,8 @@ import jax
 from absl import flags
 
 from benchmarks import cost_tables, harness, options, programs, records
-from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
+from benchmarks.shapes import Shape
 
 _LENGTH = options.integers("length", "2k", "The first, T: others follow it.")
 _HEADS = flags.DEFINE_integer("heads", 8, "N.", lower_bound=1)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_flash2
-from benchmarks.harness import Shape
+from benchmarks.shapes import Shape
 from jax_flash2 import Context
 from pallas_kernels.core.dropout import GROUP
 

@@ -18,7 +18,8 @@ import jax_flash2
 from benchmarks import context_alone, context_peers, harness, programs
 from benchmarks.context_calls import Case, by_rows, bytes_moved, mesh_of
 from benchmarks.context_peers import OURS, PEERS, Peer
-from benchmarks.harness import PASSES, Program
+from benchmarks.harness import Program
+from benchmarks.shapes import PASSES
 
 WHICH = ("forward", "forward_backward")
 # Of the ceiling: what decides whether one device can do all rows in time.

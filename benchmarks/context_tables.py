@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import tables
 from benchmarks.context_peers import PEERS
-from benchmarks.harness import Shape
+from benchmarks.shapes import Shape
 
 HEADER = [
     *("mask", "P x T, N (K) x H", "peer", "ms", "TFLOP/s a device"),

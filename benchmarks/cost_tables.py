@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from benchmarks import tables
-from benchmarks.harness import Shape
 from benchmarks.peers import OURS
+from benchmarks.shapes import Shape
 
 
 def _mib(count: float | None) -> str:

@@ -12,8 +12,8 @@ import jax
 from absl import flags
 
 from benchmarks import comparison, cost_tables, options, records
-from benchmarks.harness import Shape
 from benchmarks.peers import OURS, PEERS
+from benchmarks.shapes import Shape
 
 _LENGTHS = options.integers("lengths", "512,1k,2k,4k,8k", "Sequence lengths, T.")
 _HEADS = flags.DEFINE_integer("heads", 4, "N.", lower_bound=1)

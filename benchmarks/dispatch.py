@@ -14,8 +14,8 @@ import jax
 from absl import flags
 
 from benchmarks import cost_tables, harness, options, records
-from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
+from benchmarks.shapes import Shape
 
 _LENGTHS = options.integers("lengths", "128", "Sequence lengths, T.")
 _HEADS = flags.DEFINE_integer("heads", 8, "N.", lower_bound=1)

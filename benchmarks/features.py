@@ -26,8 +26,9 @@ from absl import flags
 
 import jax_flash2
 from benchmarks import cost_tables, harness, options, programs, records
-from benchmarks.harness import Program, Shape
+from benchmarks.harness import Program
 from benchmarks.peers import OURS
+from benchmarks.shapes import Shape
 
 _BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
 _LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")

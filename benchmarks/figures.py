@@ -22,8 +22,8 @@ from benchmarks import (
     records,
     tables,
 )
-from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS
+from benchmarks.shapes import PASSES, Shape
 
 TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "attention": tables.comparison,

@@ -1,4 +1,4 @@
-"""What every comparison shares: shapes, the reference, timing, the ceiling."""
+"""What every comparison shares: the reference, timing, the ceiling."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shapes import Shape
+
 # Another framework uses the same GPU: JAX takes memory as it needs it. Read when JAX
 # first looks for devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-# The results of each pass. Backward takes what the forward left; it is timed alone.
-PASSES = {
-    "forward": ("out",),
-    "backward": ("dq", "dk", "dv"),
-    "forward_backward": ("out", "dq", "dk", "dv"),
-}
-_FLOPS = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
 
 # A peer is wrong if a row of a result is off by more than this part of its length. A
 # correct one rounds a few times: some eps of the dtype, of TF32 for float32 on a GPU.
@@ -37,56 +31,6 @@ TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-8}
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 _MOST_GPUS = 16  # of a machine
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Self-attention: query [batch, length, heads, head_size], kv_heads <= heads."""
-
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    causal: bool
-    dtype: str
-
-    @property
-    def group(self) -> int:
-        """Query heads to a key/value head."""
-        return self.heads // self.kv_heads
-
-    def flops(self, which: str) -> float:
-        """Floating-point operations of a pass, as the FlashAttention papers count.
-
-        Forward `4 B T T N H`, half of it when causal; backward 2.5 times the forward.
-        """
-        forward = 4 * self.batch * self.length**2 * self.heads * self.head_size
-        return _FLOPS[which] * forward / (2 if self.causal else 1)
-
-    def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtype of query, key, value and the output's gradient."""
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        return [
-            jax.ShapeDtypeStruct(
-                (self.batch, self.length, n, self.head_size), jnp.dtype(self.dtype)
-            )
-            for n in heads
-        ]
-
-    def operands(self, seed: int = 0) -> list[jax.Array]:
-        """Random normal query, key, value and output gradient, made on the device."""
-        make = jax.jit(jax.random.normal, static_argnums=(1, 2))
-        keys = jax.random.split(jax.random.key(seed), 4)
-        made = map(lambda key, x: make(key, x.shape, x.dtype), keys, self.structs())
-        return jax.block_until_ready(list(made))
-
-    def __str__(self) -> str:
-        heads = f"{self.heads}"
-        if self.group > 1:
-            heads += f" ({self.kv_heads})"
-        causal = " causal" if self.causal else ""
-        return f"{self.batch} x {self.length}, {heads} x {self.head_size}{causal}"
 
 
 def random_mask(length: int) -> jax.Array:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import harness, model_rows, options, profiles
-from benchmarks.harness import Shape
 from benchmarks.model_calls import GROUPS, Call
 from benchmarks.peers import OURS, PEERS
+from benchmarks.shapes import Shape
 
 _BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
 _LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")

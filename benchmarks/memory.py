@@ -14,8 +14,8 @@ import jax
 from absl import flags
 
 from benchmarks import cost_tables, harness, options, programs, records
-from benchmarks.harness import Shape
 from benchmarks.peers import PEERS
+from benchmarks.shapes import Shape
 
 _LENGTHS = options.integers("lengths", "1k,2k,4k,8k,16k,32k", "Sequence lengths, T.")
 _HEADS = flags.DEFINE_integer("heads", 16, "N.", lower_bound=1)

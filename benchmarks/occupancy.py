@@ -9,7 +9,7 @@ B 1, T 16384, causal, against the number of heads. Checked, timed and written as
 from absl import flags
 
 from benchmarks import comparison, options
-from benchmarks.harness import Shape
+from benchmarks.shapes import Shape
 
 _HEADS = options.integers("heads", "1,2,4,8,32", "Numbers of heads, N.")
 _LENGTH = options.integers("length", "16k", "Sequence length, T: one number.")

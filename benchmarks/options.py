@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from absl import app, flags, logging
 
 from benchmarks import records
-from benchmarks.harness import PASSES
 from benchmarks.peers import PEERS
 from benchmarks.programs import JaxPeer
+from benchmarks.shapes import PASSES
 
 # A flag belongs to the benchmark that asks for it: its --help shows it.
 flags.disclaim_key_flags()

@@ -9,7 +9,8 @@ from concurrent.futures import Executor
 import jax
 import numpy as np
 
-from benchmarks.harness import PASSES, Program, Shape, checked_heads, is_gpu
+from benchmarks.harness import Program, checked_heads, is_gpu
+from benchmarks.shapes import PASSES, Shape
 
 # A program that needs more than this part of the memory that JAX may use is not run:
 # the operands of what is measured beside it need some too.

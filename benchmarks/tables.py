@@ -4,8 +4,8 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.harness import PASSES, Shape
 from benchmarks.peers import OURS, PEERS
+from benchmarks.shapes import PASSES, Shape
 
 TITLES = {
     "forward": "Forward",

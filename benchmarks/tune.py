@@ -31,7 +31,8 @@ from jax import Array
 
 import jax_flash2
 from benchmarks import harness, options, programs, records
-from benchmarks.harness import Program, Shape
+from benchmarks.harness import Program
+from benchmarks.shapes import Shape
 from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks, Config
 from pallas_kernels.triton import support, tuning

@@ -2,12 +2,15 @@
 
     python -m benchmarks.versions --versions=HEAD~3,HEAD       # commits
     python -m benchmarks.versions --versions=HEAD,.            # and folders
-    python -m benchmarks.versions --versions=HEAD,. --calls="window|128 causal"
+    python -m benchmarks.versions --versions=HEAD,. --calls="window|ALiBi"
+    python -m benchmarks.versions --versions=HEAD,. --calls=grid --processes=8
 
-Each version is a process. They compile at the same time, and one at a time is timed:
-forward, and both passes of `jax.vjp`, in several rounds over the calls in whose names
-the regular expression is found. Prints medians, and ratios to the first version.
-Results are not checked, and no rows are kept.
+The calls whose names hold the regular expression, forward and both passes of `jax.vjp`.
+"grid" are the shapes of the FlashAttention papers; the others have a feature each.
+Every version is some processes. They compile at the same time, and one at a time
+times a call, after as many of the same as settle the GPU's clocks. Results are
+compared with those of the version's own xla backend in float32. Prints medians, and
+ratios to the first version. Keeps no rows.
 """
 
 import dataclasses
@@ -27,13 +30,19 @@ from absl import flags
 from benchmarks import harness, options
 from benchmarks.harness import Program
 from benchmarks.records import ROOT
+from benchmarks.shapes import Shape, papers_grid
 
 _VERSIONS = flags.DEFINE_list("versions", ["HEAD", "."], "Commits or folders.")
 _CALLS = flags.DEFINE_string("calls", "", "A regular expression; all if empty.")
 _IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of `attention`.")
 _SMALL = flags.DEFINE_bool("small", False, "Few rows and heads, as for a CPU.")
 _ROUNDS = flags.DEFINE_integer("rounds", 2, "Over all calls.", lower_bound=1)
-_FOLDER = flags.DEFINE_string("folder", None, "Times this one only. For processes.")
+_PROCESSES = flags.DEFINE_integer(
+    "processes", 1, "Of each version: they share its calls.", lower_bound=1
+)
+# What a process of `main` is told.
+_FOLDER = flags.DEFINE_string("folder", None, "Times this version only.")
+_NUMBER = flags.DEFINE_integer("number", 0, "Of the process, among --processes.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +103,14 @@ def _window(before: int) -> dict:
     return {**_CAUSAL, "local_window_size": (before, 0)}
 
 
+def _plain(shape: Shape) -> Call:
+    heads = shape.heads, shape.kv_heads
+    sizes = shape.batch, shape.length, *heads, shape.head_size
+    return Call(*sizes, _CAUSAL if shape.causal else {})
+
+
 CALLS = {
-    "2 x 8192, 16 x 128 causal": Call(2, 8192, 16, 16, 128, _CAUSAL),
-    "2 x 8192, 16 x 128": Call(2, 8192, 16, 16, 128),
-    "8 x 2048, 16 x 128 causal": Call(8, 2048, 16, 16, 128, _CAUSAL),
-    "8 x 2048, 16 x 128": Call(8, 2048, 16, 16, 128),
-    "4 x 4096, 32 x 128 causal": Call(4, 4096, 32, 32, 128, _CAUSAL),
-    "2 x 8192, 32 (8) x 128 causal": Call(2, 8192, 32, 8, 128, _CAUSAL),
-    "1 x 16384, 32 x 64 causal": Call(1, 16384, 32, 32, 64, _CAUSAL),
-    "8 x 2048, 32 x 64 causal": Call(8, 2048, 32, 32, 64, _CAUSAL),
-    "2 x 8192, 32 x 64": Call(2, 8192, 32, 32, 64),
-    "2 x 8192, 8 x 256 causal": Call(2, 8192, 8, 8, 256, _CAUSAL),
-    "8 x 2048, 8 x 256": Call(8, 2048, 8, 8, 256),
+    **{f"grid: {shape}": _plain(shape) for shape in papers_grid()},
     "2 x 4096, 16 x 160 causal": Call(2, 4096, 16, 16, 160, _CAUSAL),
     "window 4096, 1 x 16384, 32 (8) x 128": Call(1, 16384, 32, 8, 128, _window(4095)),
     "window 1024, 1 x 16384, 32 x 64": Call(1, 16384, 32, 32, 64, _window(1023)),
@@ -119,26 +124,52 @@ CALLS = {
     "dropout, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, _DROPS, _dropout),
     "dropout, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, _DROPS, _dropout),
 }
-PASSES = ("forward", "forward_backward")
+# A result is wrong if it is off by more than this part of its largest element.
+_TOLERANCE = 2.0**-5
 
 
-def programs(call: Call, attention: Callable) -> dict[str, Program]:
-    """Each pass, compiled."""
-    *qkv, do = call.operands()
-    arrays = call.arrays(call)
+def passes(call: Call, attention: Callable) -> dict[str, Callable]:
+    """Functions of (query, key, value, output gradient, other arrays)."""
 
     def forward(q, k, v, do, arrays):
-        return attention(q, k, v, **call.static, **arrays)
+        del do
+        return [attention(q, k, v, **call.static, **arrays)]
 
     def both(q, k, v, do, arrays):
-        out, vjp = jax.vjp(lambda *x: forward(*x, do, arrays), q, k, v)
-        return out, vjp(do)
+        out, vjp = jax.vjp(lambda *x: forward(*x, None, arrays)[0], q, k, v)
+        return [out, *vjp(do)]
 
+    return {"forward": forward, "forward_backward": both}
+
+
+def _error(exact: Callable) -> Callable:
+    """A function of results and operands: the largest difference from `exact`.
+
+    As a part of the largest element of the same result; NaN if that has one.
+    """
+
+    @functools.partial(jax.jit, compiler_options=harness.UNTUNED)
+    def error(results, operands, arrays):
+        want = exact(*(x.astype(jnp.float32) for x in operands), arrays)
+        pairs = zip(results, want, strict=False)  # forward alone gives the first
+        return jnp.max(
+            jnp.stack([jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)) for x, y in pairs])
+        )
+
+    return error
+
+
+def programs(call: Call, attention: Callable) -> dict[str, tuple[Program, float]]:
+    """Each pass, compiled, and the error of its results."""
+    operands, arrays = call.operands(), call.arrays(call)
+    exact = functools.partial(attention, implementation="xla")
+    error = _error(passes(call, exact)["forward_backward"])
     found = {}
-    for name, function in zip(PASSES, (forward, both), strict=True):
-        compiled = jax.jit(function).lower(*qkv, do, arrays).compile()
-        run = functools.partial(compiled, *qkv, do, arrays)
-        found[name] = Program(run, jax.block_until_ready, lambda _: {}, {})
+    for which, function in passes(call, attention).items():
+        compiled = jax.jit(function).lower(*operands, arrays).compile()
+        run = functools.partial(compiled, *operands, arrays)
+        program = Program(run, jax.block_until_ready, lambda _: {}, {})
+        found[which] = program, float(error(run(), operands, arrays))
     return found
 
 
@@ -152,27 +183,30 @@ def timed(folder: Path) -> None:
     attention = functools.partial(
         jax_flash2.attention, implementation=_IMPLEMENTATION.value
     )
-    calls = options.calls_named(_CALLS.value, CALLS)
-    if _SMALL.value:
-        calls = {name: call.small() for name, call in calls.items()}
+    names = list(options.calls_named(_CALLS.value, CALLS))
     compiled, seconds = {}, {}
     with harness.compiling():
-        for name, call in calls.items():
+        for name in names[_NUMBER.value :: _PROCESSES.value]:
+            call = CALLS[name].small() if _SMALL.value else CALLS[name]
             try:
                 compiled[name] = programs(call, attention)
             except Exception as error:  # a call's failure is a result, not the end
                 print(json.dumps({"call": name, "failure": harness.describe(error)}))
-    for _ in range(_ROUNDS.value):
+    for number in range(_ROUNDS.value):
+        done = f"{folder.name}: {len(compiled)} calls compiled, {number} rounds timed"
+        print(done, file=sys.stderr, flush=True)
         for name, own in compiled.items():
+            runs = {which: program for which, (program, _) in own.items()}
             with harness.alone():
-                timings, failures = harness.time_interleaved(own, rounds=3)
+                timings, failures = harness.time_interleaved(runs, rounds=3)
             for which, x in timings.items():
                 seconds.setdefault((name, which), []).extend(x.seconds)
             for which, text in failures.items():
                 print(json.dumps({"call": name, "pass": which, "failure": text}))
     for (name, which), found in seconds.items():
+        _, error = compiled[name][which]
         row = {"call": name, "pass": which, "seconds": statistics.median(found)}
-        print(json.dumps(row))
+        print(json.dumps({**row, "wrong": not error <= _TOLERANCE}))
 
 
 def in_folder(version: str, folder: Path) -> Path:
@@ -196,23 +230,29 @@ def in_folder(version: str, folder: Path) -> Path:
 
 def table(rows: dict[str, list[dict]]) -> list[str]:
     """Microseconds by call, pass and version, and ratios to the first version."""
-    times: dict[tuple, dict] = {}
-    for version, found in rows.items():
-        for row in found:
-            at = row["call"], row.get("pass", "")
-            times.setdefault(at, {})[version] = row.get("seconds") or row["failure"]
-    lines = [" | ".join(["call", "pass", *rows])]
+    found = {
+        version: {(row["call"], row.get("pass", "")): row for row in of_version}
+        for version, of_version in rows.items()
+    }
+    order = list(CALLS)
+    every = sorted(set().union(*found.values()), key=lambda x: (order.index(x[0]), x))
     first = next(iter(rows))
-    for (call, which), by_version in times.items():
-        cells = [call, which.replace("_", " and ")]
-        for version in rows:
-            x, base = by_version.get(version), by_version.get(first)
-            if isinstance(x, float) and isinstance(base, float):
-                cells.append(f"{1e6 * x:.4g} us ({base / x:.3f})")
-            else:
-                cells.append(f"{1e6 * x:.4g} us" if isinstance(x, float) else str(x))
-        lines.append(" | ".join(cells))
+    lines = [" | ".join(["call", "pass", *rows])]
+    for at in every:
+        base = found[first].get(at, {}).get("seconds")
+        cells = [cell(found[version].get(at), base) for version in rows]
+        lines.append(" | ".join([at[0], at[1].replace("_", " and "), *cells]))
     return lines
+
+
+def cell(row: dict | None, base: float | None) -> str:
+    """A time, its ratio to `base` seconds, and whether results were wrong."""
+    if row is None:
+        return ""
+    if "failure" in row:
+        return row["failure"]
+    ratio = f" ({base / row['seconds']:.3f})" if base else ""
+    return f"{1e6 * row['seconds']:.4g} us{ratio}" + " WRONG" * row["wrong"]
 
 
 def main():
@@ -222,23 +262,23 @@ def main():
     options.calls_named(_CALLS.value, CALLS)
     given = [x for x in sys.argv[1:] if not x.startswith("--versions")]
     with tempfile.TemporaryDirectory() as temporary:
-        started = {}
+        started = []
         for i, version in enumerate(_VERSIONS.value):
             folder = in_folder(version, Path(temporary, str(i)))
             command = [sys.executable, "-m", "benchmarks.versions", *given]
-            started[version] = subprocess.Popen(
-                [*command, f"--folder={folder}"],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        rows = {}
-        for version, process in started.items():
+            for number in range(_PROCESSES.value):
+                mine = [f"--folder={folder}", f"--number={number}"]
+                process = subprocess.Popen(
+                    [*command, *mine], cwd=ROOT, stdout=subprocess.PIPE, text=True
+                )
+                started.append((version, process))
+        rows = {version: [] for version in _VERSIONS.value}
+        for version, process in started:
             lines, _ = process.communicate()
             if process.returncode:
                 raise RuntimeError(f"{version}: exit code {process.returncode}")
             found = [x for x in lines.splitlines() if x.startswith("{")]
-            rows[version] = list(map(json.loads, found))
+            rows[version] += map(json.loads, found)
             print(f"{version}: {len(rows[version])} times", flush=True)
     print("\n" + "\n".join(table(rows)))
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_flash2
 from benchmarks import (
     comparison,
     figures,
@@ -26,9 +27,10 @@ from benchmarks import (
     profiles,
     records,
     tables,
+    versions,
 )
-from benchmarks.harness import PASSES, Shape
 from benchmarks.programs import JaxPeer, TorchPeer
+from benchmarks.shapes import PASSES, Shape
 from tests.tiers import deep, deeply
 
 TOY = Shape(2, 64, 2, 2, 16, True, "float32")
@@ -415,6 +417,19 @@ def test_versions_side_by_side(tmp_path):
     rows = [x for x in done.stdout.splitlines() if x.startswith("window 1024")]
     assert [row.split(" | ")[1] for row in rows] == ["forward", "forward and backward"]
     assert all(row.split(" | ")[2].endswith("us (1.000)") for row in rows)
+
+
+def test_a_version_that_is_wrong_is_seen():
+    def attention(*arrays, implementation=None, **more):
+        out = jax_flash2.attention(*arrays, implementation="xla", **more)
+        return out if implementation == "xla" else 1.1 * out
+
+    call = versions.CALLS["window 1024, 1 x 16384, 32 x 64"].small()
+    for wrong, function in ((False, jax_flash2.attention), (True, attention)):
+        for _, error in versions.programs(call, function).values():
+            assert (error > 2**-5) == wrong
+    row = {"seconds": 1e-3, "wrong": True}
+    assert versions.cell(row, 2e-3) == "1000 us (2.000) WRONG"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
-from tests.cases import FEATURES, INTERPRETED, ON_GPU, Case
+from tests.cases import CASES, FEATURES, INTERPRETED, ON_GPU, Case
 from tests.tiers import deep, deeply
 
 # On the CPU in small interpreted blocks.
@@ -50,6 +50,8 @@ def _with(*names):
 
     return arguments
 
+
+COVERING = [case for case in CASES if case.name.startswith("pairwise")]
 
 # Every feature meets packed heads, with one query and with several.
 PACKED = [
@@ -93,6 +95,14 @@ def test_few_queries(names, splits, record_property):
 def test_forced_parts(names, sizes, splits, record_property):
     sizes = {"s": 80 * TIMES, "t": 80 * TIMES, **sizes}
     _check(Case("parts", _with(*names), **sizes), "float32", splits, record_property)
+
+
+@pytest.mark.parametrize("splits", [*((1, 2) if ON_GPU else ()), *deeply(3)])
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def test_covering_cases_in_forced_parts(case, splits, record_property):
+    """In the chosen division they are among the cases of `test_attention`."""
+    case = case.full() if ON_GPU else case
+    _check(case, "float32", splits, record_property)
 
 
 @pytest.mark.parametrize("splits", [2, *deeply(None, 4)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cost_tables, figures, peers, records, tables, trim
-from benchmarks.harness import PASSES, Shape
+from benchmarks.shapes import PASSES, Shape
 
 TOY = Shape(2, 64, 2, 2, 16, True, "float32")
 
