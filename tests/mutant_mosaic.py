@@ -44,6 +44,12 @@ MUTANTS = [
             "flash2.in_range(state, v.dtype) | (beyond & False)",
             "tests/test_mosaic_interpreted.py -m '' -k dropped_keys",
         ),
+        (
+            "the next pairs come while these are loaded",
+            'release("pairs", place, loaded=True)',
+            'release("pairs", place)',
+            "tests/test_mosaic_gpu.py -k loaded_before",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/backward.py",

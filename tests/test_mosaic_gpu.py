@@ -13,11 +13,12 @@ import pytest
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels.mosaic_gpu import support
 from tests.cases import by_name
-from tests.lowering import lower_for_gpu
+from tests.lowering import lower_for_gpu, string_attributes
 from tests.mosaic import (
     BLOCKS,
     MOSAIC,
     SERVED,
+    assert_same_bits,
     check,
     in_both_dtypes,
     lowered,
@@ -58,6 +59,30 @@ def test_many_tiles_a_program_lower(name, kernels, multiprocessors):
     multiprocessors(3)
     text = lowered(by_name(name), jnp.bfloat16)
     assert text.count("custom_call @mosaic_gpu") == kernels
+
+
+BIAS = dataclasses.replace(by_name("bias_half"), h=128, d=128)
+
+
+def test_pairs_are_loaded_before_the_next_come():
+    """Those that come by TMA. On a GPU the bits show it; here, the instruction."""
+    for case, finishes in ((BIAS, True), (by_name("causal"), False)):
+        (kernel, *_) = string_attributes(lowered(case, jnp.bfloat16), "module")
+        assert (b"fence.proxy.async.shared::cta" in kernel) == finishes
+
+
+@on_hopper
+@pytest.mark.parametrize("blocks", [(192, 64, 12, 3), (128, 128, 8, 2)], ids=str)
+def test_same_bits_of_a_bias(blocks):
+    """A bias that comes by TMA while products keep shared memory busy."""
+    case = dataclasses.replace(BIAS, batch=(4,), t=4096, s=4096, n=16, k=16)
+    config = Config(forward=Blocks(*blocks))
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = *case.shapes, case.broadcast("nts")
+    pairs = zip(keys, shapes, strict=True)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in pairs]
+    run = jax.jit(functools.partial(attention, config=config, **MOSAIC))
+    assert_same_bits(run, arrays, 100)
 
 
 WRONG = {

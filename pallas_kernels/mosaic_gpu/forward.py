@@ -261,7 +261,7 @@ def forward(
                     own_ring.wait("pairs", place)
                     there = memory.in_tile(spec, own_ring.tile("pairs", place))
                     found = program.pairs(there, here, ("t", "s"), masked, launch)
-                    own_ring.release("pairs", place)
+                    own_ring.release("pairs", place, loaded=True)
                     return found
 
                 def fetch_next():

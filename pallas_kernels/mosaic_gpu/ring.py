@@ -70,6 +70,13 @@ class Ring:
     def tile(self, name: str, i):
         return self.refs[name].at[self.slot(i)]
 
-    def release(self, name: str, i) -> None:
-        """This warpgroup has read tile number i."""
+    def release(self, name: str, i, *, loaded: bool = False) -> None:
+        """This warpgroup has read tile number i.
+
+        Args:
+          loaded: to registers, and nothing since has made sure of it. Else the next
+            tile may be there before the loads are.
+        """
+        if loaded:
+            support.finish_loads()
         plgpu.barrier_arrive(self.refs[f"{name} read"].at[self.slot(i)])

@@ -220,6 +220,22 @@ def named_barrier(instruction: str, number, warpgroups: int) -> None:
     issue(number)
 
 
+def finish_loads() -> None:
+    """Waits for this thread's loads from shared memory, before TMA writes there.
+
+    To arrive at a barrier is not enough: loads that were issued before may wait while
+    products read shared memory (benchmarks/lab/085-loads-that-came-late.md).
+    """
+
+    @plgpu.inline_mgpu()
+    def issue(_):
+        nothing = ir.Type.parse("!llvm.void")
+        text = "fence.proxy.async.shared::cta;"
+        llvm.inline_asm(nothing, [], text, "", has_side_effects=True)
+
+    issue()
+
+
 def anywhere(me, flags: jax.Array) -> jax.Array:
     """In how many threads of this warpgroup a row's flag is set, for all of them.
 
