@@ -74,8 +74,8 @@ class Ring:
         """This warpgroup has read tile number i.
 
         Args:
-          loaded: to registers, and nothing since has made sure of it. Else the next
-            tile may be there before the loads are.
+          loaded: to registers, by loads that may still be under way. They are waited
+            for: the next tile comes as soon as all warpgroups have arrived.
         """
         if loaded:
             support.finish_loads()
