@@ -7,8 +7,8 @@
 
 The calls whose names hold the regular expression, forward and both passes of `jax.vjp`.
 "grid" are the shapes of the FlashAttention papers; the others have a feature each.
-Every version is some processes. They compile at the same time, and one at a time
-times a call, after as many of the same as settle the GPU's clocks. Results are
+Each version has processes of its own. All compile at the same time; then one at a time
+times a call, after others of the same that settle the GPU's clocks. Results are
 compared with those of the version's own xla backend in float32. Prints medians, and
 ratios to the first version. Keeps no rows.
 """
