@@ -70,11 +70,6 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
-def _whole_product(left, right):
-    left, right = (plgpu.load(x).astype(jnp.float32) for x in (left, right))
-    return left @ right.T
-
-
 class _Semaphores:
     """Of any shape."""
 
@@ -223,7 +218,6 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(support, "anywhere", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
-    put(support, "product", _whole_product)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms

@@ -71,17 +71,6 @@ def test_pairs_are_loaded_before_the_next_come():
         assert (b"fence.proxy.async.shared::cta" in kernel) == finishes
 
 
-def test_no_zeros_are_made_for_scores(monkeypatch):
-    """JAX writes its products as the backend knows them."""
-    found = []
-    original = support._read_no_sum
-    monkeypatch.setattr(
-        support, "_read_no_sum", lambda *x: found.append(original(*x)) or found[-1]
-    )
-    lowered(by_name("causal"), jnp.bfloat16)
-    assert found and all(found)
-
-
 @on_hopper
 @pytest.mark.parametrize("blocks", [(192, 64, 12, 3), (128, 128, 8, 2)], ids=str)
 def test_same_bits_of_a_bias(blocks):

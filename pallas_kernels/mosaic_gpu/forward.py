@@ -168,14 +168,18 @@ def forward(
             def products(i, before=None):
                 """Of q and tile i of keys; `before` issues others to run after them."""
 
-                ring.wait("k", i)
-                turns.wait(me)
-                own = refs["q"].at[support.as_if_varying(me, i)]
-                qk = support.product(own, ring.tile("k", i))
-                if before is not None:
-                    before()
-                turns.pass_on(me)
-                plgpu.wgmma_wait(0 if before is None else 1)
+                def issue(qk):
+                    ring.wait("k", i)
+                    turns.wait(me)
+                    own = refs["q"].at[support.as_if_varying(me, i)]
+                    plgpu.wgmma(qk, own, support.transposed(ring.tile("k", i)))
+                    if before is not None:
+                        before()
+                    turns.pass_on(me)
+                    wait_n = 0 if before is None else 1
+                    return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
+
+                qk = pl.run_scoped(issue, plgpu.ACC((ROWS, keys), _F32))
                 ring.release("k", i)
                 return qk
 

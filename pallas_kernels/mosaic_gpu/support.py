@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,68 +122,6 @@ def copied(refs: Mapping[str, Any], name: str):
 def transposed(ref):
     """A tile in shared memory as a product reads its transpose."""
     return plgpu.transpose_ref(ref, (1, 0)) if _LOADS_BY_INDEX else ref.T
-
-
-def product(left, right) -> jax.Array:
-    """Issues the float32 product of left and the transpose of right.
-
-    It is there after a wait (`wgmma_wait`). As `wgmma` with an accumulator of zeros,
-    but nobody makes the zeros: the first instruction does not read what it adds to.
-
-    Args:
-      left: [64, h], a `tile` in shared memory, whose rows are not padded.
-      right: [n, h], another.
-    """
-    (rows, row), (columns, _) = left.shape, right.shape
-    itemsize = jnp.dtype(left.dtype).itemsize
-    width = swizzle(row, itemsize)
-    tiling = plgpu.TilingTransform((8, width // itemsize))
-    operand = plgpu.RefType((tiling, plgpu.SwizzleTransform(width)))
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand),
-        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=layout),
-    )
-    def issue(_, left, right):
-        zeros = mgpu.WGMMAAccumulator.zero(rows, columns)
-        right = mgpu.memref_transpose(right, (1, 0, 3, 2))
-        found = mgpu.wgmma(zeros, left, right, swizzle=width).value
-        _read_no_sum(ir.InsertionPoint.current.block, rows * columns // WARPGROUP)
-        nothing, text = ir.Type.parse("!llvm.void"), "wgmma.commit_group.sync.aligned;"
-        llvm.inline_asm(nothing, [], text, "", has_side_effects=True)
-        return found
-
-    return issue(left, right)
-
-
-def _read_no_sum(block: ir.Block, registers: int) -> bool:
-    """Lets the first product in a block write its sum, and not add to it.
-
-    `wgmma` has a flag for that, which JAX always sets (JAX 0.10.2 to 0.12.0.1). The
-    zeros are then made in every round: one instruction for two of them.
-
-    Args:
-      registers: of a sum. They are the first operands of the instruction's assembly.
-
-    Returns:
-      Whether the flag was found. If not, the product is right as it is.
-    """
-    for operation in block.operations:
-        if operation.operation.name != "llvm.inline_asm":
-            continue
-        text = ir.StringAttr(operation.attributes["asm_string"]).value
-        flag = re.search(r"setp\.ne\.b32 p, \$(\d+), 0; wgmma\.", text)
-        if flag is None:
-            continue
-        operands, i32 = operation.operands, ir.IntegerType.get_signless(32)
-        with ir.InsertionPoint(operation):
-            no = llvm.mlir_constant(ir.IntegerAttr.get(i32, 0))
-            operands[int(flag[1]) - registers] = no  # results are counted, too
-            for n in range(registers):
-                operands[n] = llvm.mlir_undef(operands[n].type)
-        return True
-    return False
 
 
 def load_vector(ref, axis: int, *, shared: bool = False):
