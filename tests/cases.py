@@ -238,7 +238,7 @@ SHAPES = {
 }
 
 
-def pairwise() -> list[Case]:
+def _pairwise() -> list[Case]:
     """Cases in which any two of the features and shapes meet: both, one, the other.
 
     Of `count` cases each name has a subset of its own of more than half of them: any
@@ -260,8 +260,9 @@ def pairwise() -> list[Case]:
     return cases
 
 
+PAIRWISE = _pairwise()
 CASES = [
-    *pairwise(),
+    *PAIRWISE,
     Case("plain"),
     Case("plain_exact_blocks", t=32, s=48),
     Case("cross", t=19, s=50),

@@ -11,7 +11,7 @@ import pytest
 from jax_flash2 import Blocks, Config, _chunked, attention
 from pallas_kernels.core import flash2
 from tests import oracle, tolerances
-from tests.cases import BACKENDS, CASES, ON_GPU, WITH_BLOCKS, Case, by_name
+from tests.cases import BACKENDS, CASES, ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
 from tests.tiers import deeply
 from tests.tolerances import cotangents_for
 
@@ -29,7 +29,7 @@ def _problems():
     Elsewhere every case runs in one dtype, the next case in the next.
     """
     for i, case in enumerate(CASES):
-        shallow = case.name.startswith("pairwise") or case.name in FIRST
+        shallow = case in PAIRWISE or case.name in FIRST
         for dtype in DTYPES if ON_GPU else DTYPES[i % 3 :][:1]:
             for backend in BACKENDS if ON_GPU else WITH_BLOCKS:
                 marks = [] if shallow else pytest.mark.deep

@@ -11,7 +11,7 @@ from jax_flash2 import _backends, attention, explain
 from jax_flash2._backends import BACKENDS, Entry
 from pallas_kernels.backend import Backend, Call
 from tests import cases, tolerances
-from tests.cases import CASES, Case, by_name
+from tests.cases import PAIRWISE, Case, by_name
 from tests.test_attention import DROPPING, check_masked_keys
 
 
@@ -22,12 +22,12 @@ def proof(monkeypatch):
     return {"implementation": "proof"}
 
 
-COVERING = [case.name for case in CASES if case.name.startswith("pairwise")]
-
-
-@pytest.mark.parametrize("name", [*COVERING, "everything", "everything_learnt"])
-def test_a_new_backend_serves_the_covering_cases(name, proof, record_property):
-    case = by_name(name)
+@pytest.mark.parametrize(
+    "case",
+    [*PAIRWISE, by_name("everything"), by_name("everything_learnt")],
+    ids=lambda case: case.name,
+)
+def test_a_new_backend_serves_the_covering_cases(case, proof, record_property):
     arrays, arguments = case.inputs(jnp.float32)
     cotangents = tolerances.cotangents_for(case, jnp.float32)
     exact = tolerances.exact(arrays, cotangents, arguments)

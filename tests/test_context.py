@@ -9,7 +9,7 @@ import pytest
 
 from jax_flash2 import Context
 from tests import tolerances
-from tests.cases import BACKENDS, FEATURES, ON_GPU, Case, by_name, pairwise
+from tests.cases import BACKENDS, FEATURES, ON_GPU, PAIRWISE, Case, by_name
 from tests.divided import Divided, check_in_float64, without_pairs
 from tests.tiers import deep, deeply
 
@@ -81,7 +81,7 @@ def combinations() -> list:
     """
     found = []
     shallow = {"pairwise_1", "lengths", "short_window_segments", "causal_more_queries"}
-    for turn, case in enumerate([*alone(), *pairwise()]):
+    for turn, case in enumerate([*alone(), *PAIRWISE]):
         for number, method in enumerate(METHODS):
             for layout in LAYOUTS:
                 if not serves(case, method, layout):
@@ -106,7 +106,7 @@ def test_one_result_for_any_number_of_devices(case, method, layout, parts):
 
 
 def _served(*words: str) -> list[Case]:
-    return [x for x in [*alone(), *pairwise()] if x.name in words]
+    return [x for x in [*alone(), *PAIRWISE] if x.name in words]
 
 
 KERNELS = [

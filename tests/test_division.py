@@ -20,8 +20,8 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
-from tests.cases import CASES, FEATURES, INTERPRETED, ON_GPU, Case
-from tests.tiers import deep, deeply
+from tests.cases import FEATURES, INTERPRETED, ON_GPU, PAIRWISE, Case
+from tests.tiers import deep
 
 # On the CPU in small interpreted blocks.
 CONFIG = Config() if ON_GPU else INTERPRETED
@@ -51,27 +51,19 @@ def _with(*names):
     return arguments
 
 
-COVERING = [case for case in CASES if case.name.startswith("pairwise")]
-
-# Every feature meets packed heads, with one query and with several.
+# Every feature meets packed heads, with one query and with several: several features
+# together, and on a GPU each alone, too.
 PACKED = [
-    *((name,) for name in FEATURES),
+    *((name,) for name in FEATURES if ON_GPU),
     ("causal", "lengths", "offset", "sinks", "alibi"),
     ("window", "offset", "soft_cap", "bias", "lengths"),
     ("mask", "segments", "sinks", "alibi"),
+    ("dropout", "scale"),
 ]
 
 
-def _packed():
-    """Every feature alone in the division chosen here, several in a forced one too."""
-    for names in PACKED:
-        for splits in (None, 1, 3):
-            first = splits == (3 if len(names) > 1 else None)
-            name = f"{'_'.join(names)}-{splits}"
-            yield pytest.param(names, splits, id=name, marks=[] if first else deep)
-
-
-@pytest.mark.parametrize(("names", "splits"), list(_packed()))
+@pytest.mark.parametrize("splits", [None, 1, 3] if ON_GPU else [3])
+@pytest.mark.parametrize("names", PACKED, ids="_".join)
 def test_few_queries(names, splits, record_property):
     place = PACKED.index(names)
     t, dtype = (1, 5)[place % 2], ("float32", "bfloat16")[place // 2 % 2]
@@ -79,7 +71,7 @@ def test_few_queries(names, splits, record_property):
     _check(Case("few", _with(*names), **sizes), dtype, splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [2, *deeply(3, 5)])
+@pytest.mark.parametrize("splits", [2, *((3, 5) if ON_GPU else ())])
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [
@@ -97,15 +89,18 @@ def test_forced_parts(names, sizes, splits, record_property):
     _check(Case("parts", _with(*names), **sizes), "float32", splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [*((1, 2) if ON_GPU else ()), *deeply(3)])
-@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+@deep
+@pytest.mark.parametrize("splits", [1, 2, 3] if ON_GPU else [3])
+@pytest.mark.parametrize(
+    "case", PAIRWISE if ON_GPU else PAIRWISE[::3], ids=lambda case: case.name
+)
 def test_covering_cases_in_forced_parts(case, splits, record_property):
     """In the chosen division they are among the cases of `test_attention`."""
     case = case.full() if ON_GPU else case
     _check(case, "float32", splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [2, *deeply(None, 4)])
+@pytest.mark.parametrize("splits", [2, *((None, 4) if ON_GPU else ())])
 @pytest.mark.parametrize(("t", "names"), [(1, ["bias"]), (80, ["causal", "bias"])])
 def test_same_bits(t, names, splits):
     case = Case("bits", _with(*names), t=t, s=80 * TIMES, n=6, k=1)

@@ -14,7 +14,7 @@ from jax_flash2 import Config, Context
 from jax_flash2._rows import METHODS
 from pallas_kernels import device
 from tests import tolerances
-from tests.cases import FEATURES, ON_GPU, SHAPES, WITH_BLOCKS, Case, pairwise
+from tests.cases import FEATURES, ON_GPU, PAIRWISE, SHAPES, WITH_BLOCKS, Case
 from tests.divided import Divided, check_in_float64
 from tests.mosaic import MOSAIC
 
@@ -144,7 +144,7 @@ def test_random_divided_problems():
 def test_pairwise_cases_cover_every_pair():
     cases: list[set[str]] = [set()]  # the case "plain"
     names = {**FEATURES, **SHAPES}
-    for case in pairwise():
+    for case in PAIRWISE:
         made = case.inputs(jnp.float32)[1]
         has = {
             name

@@ -6,11 +6,9 @@ two cores. What takes longer and sees little more is marked `deep`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import pytest
 
-from tests.cases import BACKENDS, Case
+from tests.cases import BACKENDS
 
 deep = pytest.mark.deep
 
@@ -19,13 +17,6 @@ def deeply(*values) -> list:
     """Parameters of the deep tier; a tuple is several."""
     return [
         pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=deep) for x in values
-    ]
-
-
-def mostly_deep(cases: Sequence[Case], first: Collection[str]) -> list:
-    """Cases as parameters: those named in `first` in the first tier, others deep."""
-    return [
-        pytest.param(x, id=x.name, marks=() if x.name in first else deep) for x in cases
     ]
 
 
