@@ -140,7 +140,7 @@ MUTANTS = [
             "slopes a fiftieth too large where distances are in two parts",
             "x, row = x + slopes * place.key",
             "x, row = x + 1.02 * slopes * place.key",
-            rule("alibi"),
+            rule("alibi_batch"),
         ),
         (
             "half a soft cap beside a scale",

@@ -66,7 +66,7 @@ PACKED = [
 @pytest.mark.parametrize("names", PACKED, ids="_".join)
 def test_few_queries(names, splits, record_property):
     place = PACKED.index(names)
-    t, dtype = (1, 5)[place % 2], ("float32", "bfloat16")[place // 2 % 2]
+    t, dtype = (5, 1)[place // 2 % 2], ("float32", "bfloat16")[place % 2]
     sizes = {"t": t, "s": 70 * TIMES, "n": 6, "k": 2, "d": 24}
     _check(Case("few", _with(*names), **sizes), dtype, splits, record_property)
 
