@@ -7,7 +7,8 @@ for a gradient (which is a difference, dp - delta, of rounded values). A gradien
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
 lse, each before and after its scaling) become a relative error of p. The log-sum-exp
 itself has these roundings too. An output has two float32 roundings more, whatever its
-dtype: of an exponent and of a sum. The rule holds for each head by itself.
+dtype, of numbers as large as exponents, ln p, and at least 1. The rule holds for each
+head by itself.
 
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
@@ -149,13 +150,15 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
         "sinks": (of_sink**2 * (delta**2 + dp**2)).swapaxes(-1, -2).sum(-1),
         "scale": (squares * products).sum(),
     }
-    return {
+    of_exponents = (p * np.log(np.where(p > 0, p, 1.0)) / kept) ** 2
+    found = {
         f"{name} terms": np.sqrt(
             summed_to(x, results[name].shape) if name in OPERANDS else x
         )
         for name, x in terms.items()
         if name in results
     }
+    return found | {"out exponent terms": np.sqrt(for_queries(of_exponents, value))}
 
 
 def plain(arrays, cotangents, arguments) -> Results:
@@ -215,11 +218,14 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
         size = np.maximum(largest(e), largest(terms))
         factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
         share = roundings * unit
+        allowed = factor * plain_error + share * size
         if name == "out":
-            share += 2 * 2.0**-24
+            of_exponents = largest(_by_head(name, exact["out exponent terms"]))
+            allowed += 2 * 2.0**-24 * np.maximum(size, of_exponents)
         else:
-            share += 4 * (1.0 if name == "lse" else largest_lse) * 2.0**-24
-        allowed = np.maximum(factor * plain_error + share * size, 1e-30)
+            numbers = 1.0 if name == "lse" else largest_lse
+            allowed += 4 * 2.0**-24 * numbers * size
+        allowed = np.maximum(allowed, 1e-30)
         found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)
     return found
 
