@@ -194,7 +194,7 @@ _TRITON = [
             "packed rows all stand at the first positions",
             "dataclasses.replace(packed, repeat=self.heads.group)",
             "packed",
-            FEW + " -k 'few_queries and causal'",
+            FEW + " -k 'few_queries and window'",
         ),
         (
             "parts of a gradient in two bytes",

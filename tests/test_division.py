@@ -21,7 +21,7 @@ from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
 from tests.cases import FEATURES, INTERPRETED, ON_GPU, PAIRWISE, Case
-from tests.tiers import deep
+from tests.tiers import compiled, deep
 
 # On the CPU in small interpreted blocks.
 CONFIG = Config() if ON_GPU else INTERPRETED
@@ -51,27 +51,27 @@ def _with(*names):
     return arguments
 
 
-# Every feature meets packed heads, with one query and with several: several features
-# together, and on a GPU each alone, too.
-PACKED = [
-    *((name,) for name in FEATURES if ON_GPU),
+# Every feature meets packed heads, with one query and with several.
+TOGETHER = [
     ("causal", "lengths", "offset", "sinks", "alibi"),
     ("window", "offset", "soft_cap", "bias", "lengths"),
     ("mask", "segments", "sinks", "alibi"),
-    ("dropout", "scale"),
 ]
+PACKED = [*((name,) for name in FEATURES), *TOGETHER]
 
 
-@pytest.mark.parametrize("splits", [None, 1, 3] if ON_GPU else [3])
-@pytest.mark.parametrize("names", PACKED, ids="_".join)
+@pytest.mark.parametrize("splits", [3, *compiled(None, 1)])
+@pytest.mark.parametrize(
+    "names", PACKED if ON_GPU else [*TOGETHER, ("dropout",)], ids="_".join
+)
 def test_few_queries(names, splits, record_property):
     place = PACKED.index(names)
-    t, dtype = (5, 1)[place // 2 % 2], ("float32", "bfloat16")[place % 2]
+    t, dtype = (1, 5)[place % 2], ("float32", "bfloat16")[place // 2 % 2]
     sizes = {"t": t, "s": 70 * TIMES, "n": 6, "k": 2, "d": 24}
     _check(Case("few", _with(*names), **sizes), dtype, splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [2, *((3, 5) if ON_GPU else ())])
+@pytest.mark.parametrize("splits", [2, *compiled(3, 5)])
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [
@@ -90,17 +90,20 @@ def test_forced_parts(names, sizes, splits, record_property):
 
 
 @deep
-@pytest.mark.parametrize("splits", [1, 2, 3] if ON_GPU else [3])
+@pytest.mark.parametrize("splits", [3, *compiled(1, 2)])
 @pytest.mark.parametrize(
     "case", PAIRWISE if ON_GPU else PAIRWISE[-1:], ids=lambda case: case.name
 )
 def test_covering_cases_in_forced_parts(case, splits, record_property):
-    """In the chosen division they are among the cases of `test_attention`."""
+    """In the chosen division they are among the cases of `test_attention`.
+
+    Interpreted, one of them: random search divides its problems, too.
+    """
     case = case.full() if ON_GPU else case
     _check(case, "float32", splits, record_property)
 
 
-@pytest.mark.parametrize("splits", [2, *((None, 4) if ON_GPU else ())])
+@pytest.mark.parametrize("splits", [2, *compiled(None, 4)])
 @pytest.mark.parametrize(("t", "names"), [(1, ["bias"]), (80, ["causal", "bias"])])
 def test_same_bits(t, names, splits):
     case = Case("bits", _with(*names), t=t, s=80 * TIMES, n=6, k=1)

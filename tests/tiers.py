@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases import BACKENDS
+from tests.cases import BACKENDS, ON_GPU
 
 deep = pytest.mark.deep
 
@@ -18,6 +18,11 @@ def deeply(*values) -> list:
     return [
         pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=deep) for x in values
     ]
+
+
+def compiled(*values) -> tuple:
+    """Parameters for GPUs alone: what interpreted kernels would repeat slowly."""
+    return values if ON_GPU else ()
 
 
 # Where the backends share what is tested: the kernels, slow when interpreted, are deep.

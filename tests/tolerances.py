@@ -95,7 +95,8 @@ def cotangents_for(case, dtype, seed: int = 1):
 def exact(arrays, cotangents, arguments) -> Results:
     """The oracle in float64 on the same (rounded) inputs.
 
-    For each that is a sum over pairs there is also "... terms", the size of the terms.
+    For each that is a sum over pairs there is also "... terms", the size of the terms,
+    and for the output "out exponent terms", with each times its exponent.
     """
     wide = [np.asarray(x).astype(np.float64) for x in (*arrays, *cotangents)]
     arrays, cotangents = wide[:3], wide[3:]
