@@ -9,7 +9,8 @@ Without flags: the preset `cpu`, or `gpt2_small` where JAX has a GPU. Prints a
 table, writes a plot and the loss of every step to `--output_dir`, and prints a
 sample of the model's own text. Two runs that differ in `--attention` alone see the
 same batches and the same initial parameters, so their losses can be compared step
-by step. So can those of `--context=N`, which divides every sequence over N devices.
+by step. So can those of `--context=N`, which divides every sequence over N devices, and
+of `--data=N`, which divides every batch; both take as many as their product.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from benchmarks import gpt, report, text
-from benchmarks.divided_rows import DividedRows
+from benchmarks.parallel import Parallel
 
 # Losses are fetched once in so many steps: fetching waits for the device.
 FETCH_EVERY = 10
@@ -152,7 +153,7 @@ def train(
     attention: str = "jax_flash2",
     segments: bool = True,
     seed: int = 0,
-    rows: DividedRows | None = None,
+    parallel: Parallel | None = None,
     progress: bool = False,
 ) -> Result:
     """Trains a GPT from scratch.
@@ -164,8 +165,8 @@ def train(
         the targets in another document than their token; False trains on the
         stream of all documents, with plain causal attention.
       seed: of the initial parameters and of the order of the text.
-      rows: how devices divide the rows of every batch, for the attention
-        "jax_flash2"; None trains on one device.
+      parallel: how devices divide every batch, for the attention "jax_flash2"; None
+        trains on one device.
       progress: True shows a progress bar.
 
     Returns:
@@ -187,9 +188,9 @@ def train(
     # A jax.jit over the split state: nnx.jit would walk both objects every step.
     graph, state = nnx.split((model, optimizer))
     loss_sum = _loss_sum
-    if rows is not None:
-        source, held_out = map(rows.striped, source), rows.striped(held_out)
-        state, loss_sum = rows.replicated(state), rows.total(_loss_sum)
+    if parallel is not None:
+        source, held_out = map(parallel.striped, source), parallel.striped(held_out)
+        state, loss_sum = parallel.replicated(state), parallel.total(_loss_sum)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch):
@@ -277,6 +278,9 @@ _PACKING = flags.DEFINE_enum(
 _CONTEXT = flags.DEFINE_integer(
     "context", 1, "Devices that divide the rows of every sequence.", lower_bound=1
 )
+_DATA = flags.DEFINE_integer(
+    "data", 1, "Devices that divide the sequences of every batch.", lower_bound=1
+)
 _DTYPE = flags.DEFINE_enum(
     "dtype",
     None,
@@ -318,19 +322,24 @@ def _chosen_preset(name: str) -> Preset:
     return dataclasses.replace(preset, model=model, **given)
 
 
-def _chosen_rows(preset: Preset) -> DividedRows | None:
-    """How devices divide rows, by the flags; None on one device."""
-    if _CONTEXT.value == 1:
+def _chosen_devices(preset: Preset) -> Parallel | None:
+    """How devices divide a batch, by the flags; None on one device."""
+    flag = f"--data={_DATA.value} --context={_CONTEXT.value}"
+    if _DATA.value == _CONTEXT.value == 1:
         return None
     if _ATTENTION.value != "jax_flash2":
         raise app.UsageError(
-            f"--context={_CONTEXT.value} needs --attention=jax_flash2, got "
-            f"{_ATTENTION.value}."
+            f"{flag} needs --attention=jax_flash2, got {_ATTENTION.value}."
         )
     try:
-        return DividedRows(_CONTEXT.value, preset.seq_len)
+        return Parallel(
+            data=_DATA.value,
+            context=_CONTEXT.value,
+            batch_size=preset.batch_size,
+            seq_len=preset.seq_len,
+        )
     except ValueError as error:
-        raise app.UsageError(f"--context={_CONTEXT.value}: {error}.") from error
+        raise app.UsageError(f"{flag}: {error}.") from error
 
 
 def main(argv):
@@ -348,7 +357,7 @@ def main(argv):
         )
     if _ATTENTION.value == "cudnn" and preset.model.dtype == "float32":
         raise app.UsageError("--attention=cudnn has no float32; use --dtype=bfloat16.")
-    rows = _chosen_rows(preset)
+    parallel = _chosen_devices(preset)
 
     device = jax.local_devices()[0]
     train_texts, _ = text.documents()
@@ -359,7 +368,7 @@ def main(argv):
         "packing": _PACKING.value,
         "dtype": preset.model.dtype,
         "device": device.device_kind,
-        "context": "one device" if rows is None else str(rows),
+        "devices": "1" if parallel is None else str(parallel),
         "batch": f"{preset.batch_size} x {preset.seq_len} bytes",
         "steps": preset.steps,
         "seed": _SEED.value,
@@ -372,7 +381,7 @@ def main(argv):
         attention=_ATTENTION.value,
         segments=_PACKING.value == "segments",
         seed=_SEED.value,
-        rows=rows,
+        parallel=parallel,
         progress=True,
     )
 
@@ -395,8 +404,8 @@ def main(argv):
     report.print_table(outcome)
 
     parts = ["train_gpt", name, _ATTENTION.value, _PACKING.value, preset.model.dtype]
-    if rows is not None:
-        parts.append(f"context{rows.devices}")
+    if parallel is not None:
+        parts.append(f"data{parallel.data}_context{parallel.context}")
     stem = Path(_OUTPUT_DIR.value) / "_".join(parts)
     losses = {"losses": result.losses, "validation": result.validation}
     record = {

@@ -9,6 +9,7 @@ or a score.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,8 +28,9 @@ from pallas_kernels.core.mask import DenseMask, Lengths
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 
 # Rows of keys on a device below which their way costs more than what it hides behind
-# (reckoned: NVIDIA H200, 32 query and 8 key heads of 128, NVLink).
-_FEW_ROWS = 2048
+# (reckoned: NVIDIA H200, 32 query and 8 key heads of 128, NVLink). And from which on
+# the rounds of a ring are long enough to cost next to nothing (two NVIDIA H100s).
+_FEW_ROWS, _MANY_ROWS = 2048, 2**17
 
 
 class Local(NamedTuple):
@@ -178,12 +180,12 @@ def _choice(
         )
     if "halo" in serving and _is_short(call, layout):
         return "halo", layout, "a window needs few rows of other devices"
-    few = call.size["s"] < _FEW_ROWS
-    if "ring" in serving and not few:
+    few = f"{call.size['s']} key rows a device are few"
+    gathers = few if call.size["s"] < _FEW_ROWS else _gathers_cheaply(call, layout)
+    if "ring" in serving and not gathers:
         return "ring", layout, "queries may look at all rows"
     if "gather" in serving:
-        why = why_not["ring"] or f"{call.size['s']} key rows a device are few"
-        return "gather", layout, why
+        return "gather", layout, why_not["ring"] or gathers
     if serving:
         return serving[0], layout, f"gather: {why_not['gather']}"
     reasons = "; ".join(f"{name}: {why}" for name, why in why_not.items())
@@ -248,6 +250,23 @@ def _gather(call: Call, layout: Layout) -> Local:
     own = layout.numbering(layout.rank(), size["t"])
     spec = jax.tree.map(all_keys, call.spec).of_rows(own, ALL_ROWS, size)
     return Local(dataclasses.replace(call, key=key, value=value, spec=spec))
+
+
+def _gathers_cheaply(call: Call, layout: Layout) -> str:
+    """Why one call with all keys is better than a ring's rounds; or nothing.
+
+    It makes no outputs and gradients in float32 to be added, but nothing hides the way
+    of the keys. Within a process the devices are those of one host.
+    """
+    keys = layout.parts * (call.key.value.size + call.value.value.size)
+    output, _ = forward_outputs(Problem.of(call, ""), call.operands)
+    own = call.query.value.size + math.prod(output.shape)
+    if call.size["s"] >= _MANY_ROWS or keys > own or jax.process_count() > 1:
+        return ""
+    return (
+        "one process has all devices, and all keys and values are no more than a "
+        "device's queries and output"
+    )
 
 
 # All rows of some heads on each device.

@@ -146,12 +146,13 @@ def test_pairs_have_all_keys():
 # What is chosen.
 
 
-def explained(context: Context, rows: int, heads: int = 4, shape=(4,), **options):
+def explained(context, rows: int, heads=4, kv_heads=None, shape=(4,), **options):
     struct = jax.ShapeDtypeStruct((1, rows, heads, 64), jnp.bfloat16)
     texts = []
 
     def call(q):
-        texts.append(explain(q, q, q, context=context, **options))
+        k = q[:, :, :kv_heads]
+        texts.append(explain(q, k, k, context=context, **options))
         return q
 
     mesh = Divided(context, shape).mesh
@@ -171,6 +172,15 @@ def test_explain_names_the_method():
     assert second.startswith("implementation: ")
     few = explained(Context("x"), 4096, is_causal=True)[0]
     assert few.startswith("context: gather, since 1024 key rows a device are few")
+    # One process has these devices.
+    for rows, heads, kv_heads, method in (
+        (16384, 8, 2, "gather"),
+        (2**19 - 1024, 8, 2, "gather"),
+        (2**19, 8, 2, "ring"),
+        (16384, 6, 2, "ring"),
+    ):
+        found = explained(Context("x"), rows, heads, kv_heads)[0]
+        assert found.startswith(f"context: {method}, since"), found
     window = {"is_causal": True, "local_window_size": (100, 0)}
     assert explained(Context("x", None), 16384, **window)[0].startswith("context: halo")
     assert explained(Context("x"), 16384, **window)[0].startswith("context: halo")

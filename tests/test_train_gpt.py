@@ -15,7 +15,7 @@ from absl.testing import flagsaver
 from flax import nnx
 
 from benchmarks import gpt, text, train_gpt
-from benchmarks.divided_rows import DividedRows
+from benchmarks.parallel import Parallel
 from tests.tiers import deeply
 
 # The losses of two correct attentions differ by rounding alone. A loss is a mean of
@@ -121,19 +121,32 @@ def test_losses_agree_with_reference(attention, dtype, segments):
     assert actual[-1] < actual[0]
 
 
+def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
+    """Over as many of these devices as there are; each has three stripes of rows."""
+    data = min(data, jax.device_count())
+    context = min(context, jax.device_count() // data)
+    sizes = {"batch_size": batch_size, "seq_len": 48 * context}
+    return Parallel(data=data, context=context, **sizes)
+
+
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize(
-    ("devices", "method"), [(2, "gather"), *deeply((4, "gather"), (4, "ring"))]
+    ("data", "context", "method"),
+    [
+        (1, 2, "gather"),
+        *deeply((1, 4, "gather"), (1, 4, "ring"), (4, 1, None), (2, 2, "ring")),
+    ],
 )
-def test_losses_of_divided_rows(devices, method, segments, monkeypatch):
-    """They are those of one device; each device has three stripes."""
+def test_losses_of_divided_batches(data, context, method, segments, monkeypatch):
+    """They are those of one device."""
     if method == "ring":  # which so few rows would not take
         monkeypatch.setattr("jax_flash2._context._FEW_ROWS", 0)
-    devices = min(devices, jax.device_count())
-    preset = dataclasses.replace(train_gpt.PRESETS["tiny"], seq_len=48 * devices)
-    rows = DividedRows(devices, preset.seq_len)
-    assert rows.stripe == 16
-    actual = train_gpt.train(preset, segments=segments, rows=rows)
+    devices = parallel(data, context)
+    preset = dataclasses.replace(
+        train_gpt.PRESETS["tiny"], seq_len=48 * devices.context
+    )
+    assert devices.stripe == (16 if devices.context > 1 else None)
+    actual = train_gpt.train(preset, segments=segments, parallel=devices)
     expected = train_gpt.train(preset, segments=segments)
     rtol = RTOL["float32"]
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=rtol, atol=0)
@@ -142,19 +155,21 @@ def test_losses_of_divided_rows(devices, method, segments, monkeypatch):
     )
 
 
-def test_gradients_of_divided_rows():
+@pytest.mark.parametrize(("data", "context"), [(1, 2), (2, 1), (2, 2)])
+def test_gradients_of_divided_batches(data, context):
     """Not the losses alone: Adam would hide a factor."""
-    devices = min(2, jax.device_count())
-    rows = DividedRows(devices, 48 * devices)
+    devices = parallel(data, context, batch_size=2)
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
-    batch = text.pack([b"the first one" * 3, b"another" * 12], 48 * devices)
+    length = 48 * devices.context
+    batch = text.pack([b"the first one" * 3, b"another" * 20], length, row_multiple=2)
+    batch = text.take(batch, slice(0, 2))
 
     def loss_sum(model, batch, **options):
         losses = jax.numpy.square(model(batch.tokens, batch.segment_ids, **options))
         return (losses.mean(axis=-1) * batch.weights).sum()
 
-    actual = jax.jit(nnx.grad(rows.total(loss_sum)))(model, rows.striped(batch))
+    actual = jax.jit(nnx.grad(devices.total(loss_sum)))(model, devices.striped(batch))
     expected = jax.jit(nnx.grad(loss_sum))(model, batch)
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         atol = RTOL["float32"] * np.abs(b).max()
@@ -165,24 +180,29 @@ def test_gradients_of_divided_rows():
     ("rows", "stripe"), [(1024, 256), (128, 128), (96, 32), (272, 16), (16, 16)]
 )
 def test_stripes_are_as_long_as_they_can_be(rows, stripe):
-    assert DividedRows(1, rows).stripe == stripe
+    context = min(2, jax.device_count())
+    found = Parallel(context=context, batch_size=1, seq_len=context * rows).stripe
+    assert found == (stripe if context > 1 else None)
 
 
 def test_a_striped_batch():
-    devices = min(2, jax.device_count())
-    packed = text.pack([b"abc" * 50, b"de" * 30], 48 * devices)
-    rows = DividedRows(devices, 48 * devices)
-    order = rows.striped(text.Batch(*(np.arange(48 * devices)[None],) * 4)).tokens[0]
-    if devices == 2:
+    devices = parallel(1, 2)
+    length = 48 * devices.context
+    packed = text.pack([b"abc" * 50, b"de" * 30], length)
+    order = devices.striped(text.Batch(*(np.arange(length)[None],) * 4)).tokens[0]
+    if devices.context == 2:
         assert order[::16].tolist() == [0, 32, 64, 16, 48, 80]
-    for actual, expected in zip(rows.striped(packed), packed, strict=True):
+    for actual, expected in zip(devices.striped(packed), packed, strict=True):
         np.testing.assert_array_equal(actual, expected[:, order])
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--context=3"], "--context=3: .* multiple of 16 . 3 = 48 rows, got 64"),
+        (
+            ["--context=3"],
+            "--data=1 --context=3: .* multiple of 16 . 3 = 48 rows, got 64",
+        ),
         (["--context=4", "--seq_len=72"], "multiple of 16 . 4 = 64 rows, got 72"),
         (
             ["--context=1000", "--seq_len=16000"],
@@ -192,9 +212,10 @@ def test_a_striped_batch():
             ["--context=2", "--attention=reference"],
             "--context=2 needs --attention=jax_flash2, got reference",
         ),
+        (["--data=3"], "--data=3 .* 3 devices do not divide a batch of 4 sequences"),
     ],
 )
-def test_wrong_contexts(given, message):
+def test_wrong_divisions(given, message):
     with flagsaver.flagsaver(), pytest.raises(app.UsageError, match=message):
         train_gpt.main(flags.FLAGS(["train_gpt", "--preset=tiny", *given]))
 
@@ -213,11 +234,10 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "sample, after 'The following '" in done.stdout
     (record,) = (json.loads(p.read_text()) for p in tmp_path.glob("*.json"))
-    context = record["setting"]["context"]
-    assert context == (
-        "2 devices, stripes of 32 rows" if devices == 2 else "one device"
-    )
-    assert context in done.stdout
+    found = record["setting"]["devices"]
+    several = "2: sequences on 1, rows on 2, stripes of 32"
+    assert found == (several if devices == 2 else "1")
+    assert found in done.stdout
     assert len(record["losses"]) == train_gpt.PRESETS["tiny"].steps
 
 
