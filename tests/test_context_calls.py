@@ -103,7 +103,8 @@ def test_two_axes(stripes, x64):
         close(
             gradients(Divided(context, (2, 2)))(*arrays), gradients(attention)(*arrays)
         )
-        text = str(jax.make_jaxpr(Divided(context, (2, 2)))(*arrays))
+        call = functools.partial(Divided(context, (2, 2)), **XLA)
+        text = str(jax.make_jaxpr(call)(*arrays))
         heads.append("all_to_all" in text)
     assert heads == [True, False, True]
 
@@ -130,12 +131,13 @@ def test_an_axis_of_vmap(call, x64):
 def test_one_device_is_the_plain_call(x64):
     arrays = operands()
     call = Divided(Context("x", 16), (1,))
-    text = str(jax.make_jaxpr(call)(*arrays))
+    text = str(jax.make_jaxpr(functools.partial(call, **XLA))(*arrays))
     assert "ppermute" not in text
     assert "all_to_all" not in text
     close(gradients(call)(*arrays), gradients(attention)(*arrays))
 
 
+@jax.default_matmul_precision("highest")
 def test_flax_module():
     """With the whole layer inside `shard_map`, its parameters on all devices."""
 
@@ -251,6 +253,8 @@ def test_a_ring_has_no_forward_mode():
 @pytest.mark.parametrize("backend", ["xla", *deeply("triton")])
 def test_nan_stays_in_its_document(call, backend):
     """Not a bit of other documents changes, on whatever device they are."""
+    if backend == "xla" and ON_GPU:
+        pytest.skip("a block of it has several documents on a GPU")
     documents = np.repeat(np.arange(4, dtype=np.int32), 32)
     ids = np.broadcast_to(documents, (2, 128))
     q, k, v = operands(dtype=jnp.float32)
