@@ -16,7 +16,7 @@ from tests.cases import BACKENDS, ON_GPU
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
-SHAPE = (4, 2) if jax.device_count() >= 8 else (2, 1)
+SHAPE = (4, 2) if jax.device_count() >= 8 else (2, min(jax.device_count() // 2, 2))
 
 ATOL = 2e-2 if ON_GPU else 1e-5  # TF32
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
@@ -90,7 +90,8 @@ def test_divided_rows(specs, kind):
     }
     call = functools.partial(attention, implementation="xla", **options[kind])
     operands = _operands(4, kv_heads=2 * heads)
-    _check(call, operands, specs, communicates=True)
+    of_rows = specs[0][1]
+    _check(call, operands, specs, communicates=of_rows != "model" or SHAPE[1] > 1)
 
 
 def test_rows_divided_by_different_axes():

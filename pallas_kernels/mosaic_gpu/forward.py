@@ -72,9 +72,9 @@ def forward(
     layout = memory.Layout.of(
         "forward", operands, launch, by_block=spec.later_rows_see_more
     )
-    schedule = Schedule.of(
-        layout.tiles, device.multiprocessors(), alike=spec.rows_are_sorted
-    )
+    # Beside a part, keys of other devices travel, which holds some multiprocessors.
+    alike = spec.rows_are_sorted and not spec.is_part
+    schedule = Schedule.of(layout.tiles, device.multiprocessors(), alike=alike)
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = memory.forward_tiles(layout.size)
     h, d = width["h"], width["d"]
