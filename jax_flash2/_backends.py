@@ -88,7 +88,10 @@ def of_backward(name: str, call: Call, *, is_named: bool) -> str:
 
 def of_score_gradients(name: str, call: Call) -> str | None:
     """The other backend for gradients of the score's operands, if there is one."""
-    return BACKENDS[name].backward if call.spec.score.operands else None
+    other = BACKENDS[name].backward
+    if other is None or not call.spec.score.operands:
+        return None
+    return other if module(name).other_score_gradients(call) else None
 
 
 def of_tangents() -> str:

@@ -126,6 +126,13 @@ class Backend(Protocol):
         """
         ...
 
+    def other_score_gradients(self, call: Call, /) -> str | None:
+        """Why that other backend makes the gradients of the score's operands, or None.
+
+        They are `Score.operands`; the question is asked only of calls that have some.
+        """
+        ...
+
     def slower_backward(self, call: Call, /) -> str | None:
         """Why that other backend makes the gradients of a call faster, or None.
 

@@ -80,7 +80,7 @@ def backward(
         gradients += run(name, "t", q, k, v, spec, saved_rows, out)
     fields = spec.score.operands
     for field, out in zip(fields, outputs[3:], strict=False):
-        gradients.append(_score_operand(run, q, k, v, spec, saved_rows, out, field))
+        gradients.append(score_operand(run, q, k, v, spec, saved_rows, out, field))
     if sink is not None:
         gradients.append(of_sink(sink, lse, delta, outputs[-1]))
     return tuple(gradients)
@@ -101,7 +101,7 @@ def score_gradients(
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
     rows = lse_log2, delta(o, lse, do, dlse), do
     fields = zip(spec.score.operands, outputs, strict=True)
-    return tuple(_score_operand(run, q, k, v, spec, rows, out, x) for x, out in fields)
+    return tuple(score_operand(run, q, k, v, spec, rows, out, x) for x, out in fields)
 
 
 def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:
@@ -150,7 +150,7 @@ def axes_of_elements(operands) -> tuple[str, ...]:
     return (*batch_axes(operands), *heads)
 
 
-def _score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
+def score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
     """The gradient `out` of a field of the score."""
     operands = [q, k, v, *jax.tree.leaves(spec), *saved]
     size, batch = sizes(operands), axes_of_elements(operands)

@@ -70,6 +70,10 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
+def _store(ref, x) -> None:
+    ref[...] = x
+
+
 class _Semaphores:
     """Of any shape."""
 
@@ -224,6 +228,7 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(backend, "_ARITHMETIC", support.ARITHMETIC)
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)
+    put(pairwise, "store", _store)
     put(pl, "get_global", lambda kind: _Semaphores())
     put(plgpu, "semaphore_wait", lambda *_, **__: None)
     put(plgpu, "semaphore_signal", lambda *_, **__: None)
@@ -272,10 +277,16 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             )
             q, k, v, spec = problem.named(arrays)
             outputs = list(_operation.backward_outputs(problem, [*operands, *saved]))
-            del outputs[3 : 3 + len(spec.score.operands)]
+            names = ["query", "key", "value"]
+            if spec.score.operands:
+                if backend.other_score_gradients(call.of_gradients()) is None:
+                    names.append("bias")
+                else:
+                    del outputs[3 : 3 + len(spec.score.operands)]
+            names.append("sinks")
             options = {"config": problem.config, "precision": problem.precision}
             found = backend.backward(q, k, v, spec, saved, outputs, **options)
-            return results | dict(zip(GRADIENTS, found, strict=False))
+            return results | dict(zip(names, found, strict=False))
 
     results = run(tuple(x.value for x in call.operands), cotangents)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}

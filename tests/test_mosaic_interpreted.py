@@ -93,6 +93,16 @@ def test_parts_of_gradients_apart(monkeypatch, record_property):
 
 
 @deep
+@pytest.mark.parametrize("name", ["bias_half_heads", "dropout_bias"])
+def test_parts_of_a_bias(name, monkeypatch, record_property):
+    """Batch entries are dealt out to programs, whose sums are added in one order."""
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 24)
+    case = dataclasses.replace(by_name(name), batch=(5,), t=130, s=150)
+    assert "bias" in check(with_heads(case, 64), record_property)
+
+
+@deep
 @pytest.mark.parametrize("name", ["causal", "lengths_causal"])
 def test_several_sums_of_dq(name, monkeypatch, record_property):
     """Some blocks of queries meet one block of keys: a sum of theirs is not written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,11 +13,12 @@ from pallas_kernels import device, passes
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
+from pallas_kernels.mosaic_gpu.dbias import dbias as dbias_kernel
 from pallas_kernels.mosaic_gpu.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
@@ -93,8 +95,14 @@ def division(call: Call, /) -> tuple[str, ...]:
     layout = _backward_layout(call)
     if layout is None or other_backward(call):
         return ()
-    found = words("dkv", layout.parts)
-    return (found,) if found else ()
+    found = [words("dkv", layout.parts)]
+    if call.spec.score.operands and not other_score_gradients(call):
+        _, looped = operand_sum(
+            call.spec.score.bias, passes.axes_of_elements(call.operands)
+        )
+        of_pairs = memory.Layout.of_pairs(call.operands, _dbias_launch(call), looped)
+        found.append(words("dbias", of_pairs.parts))
+    return tuple(filter(None, found))
 
 
 def forward(q, k, v, spec, outputs, *, config, precision):
@@ -124,6 +132,23 @@ def other_backward(call: Call, /) -> str | None:
     return tuning.no_backward(call, layout.rows, programs)
 
 
+def other_score_gradients(call: Call, /) -> str | None:
+    """Why another backend makes the gradients of the score's operands."""
+    score = call.spec.score
+    if list(score.operands) != ["bias"]:
+        return "there is no kernel for gradients of slopes or a traced scale"
+    if not call.spec.has_bias_of_pairs:
+        return "the bias has not an element for each pair"
+    if call.config is not None and call.config.dbias:
+        return "the blocks of `Config` are those of its kernels"
+    blocks = tuning.of_dbias(call.size)
+    if blocks is None:
+        return f"there is no kernel for a bias with head sizes {call.head_sizes}"
+    if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
+        return f"blocks would lie in several stripes of {odd} rows"
+    return None
+
+
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
     return Launch(blocks, precision, _ARITHMETIC, False, splits)
 
@@ -136,6 +161,13 @@ def _backward_launch(call: Call) -> Launch | None:
     if not (ahead or tuning.makes_dq_apart(call.size)):
         splits = 1  # there is no room for sums in float32
     return None if blocks is None else _launch(blocks, call.precision, splits)
+
+
+def _dbias_launch(call: Call) -> Launch:
+    splits = None if call.config is None else call.config.splits
+    blocks = tuning.of_dbias(call.size)
+    assert blocks is not None  # else `other_score_gradients`
+    return _launch(blocks, call.precision, splits)
 
 
 def _backward_layout(call: Call) -> memory.Layout | None:
@@ -153,8 +185,15 @@ def _unit(spec, axes):
     return dataclasses.replace(spec, score=score).gradient_unit
 
 
+def _of_bias(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
+    """Runs the kernel for the gradient of a bias (`passes.score_operand`)."""
+    assert kernel == "dbias" and looped == "s" and options.pop("field") == "bias"
+    spec = _with_table(spec, launch.blocks, size)
+    return dbias_kernel(q, k, v, spec, saved, *outputs, launch=launch, **options)
+
+
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
-    """Gradients of q, k, v and of sinks (`backend.Backend`)."""
+    """Gradients of q, k, v, of a bias of pairs and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     q, k, v, do = map(spec.without_padding, (q, k, v, saved[2]))
     k, v = map(spec.without_dropped, (k, v))
@@ -179,6 +218,9 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
         axes = [None if a == "h" else a for a in of_q.axes]
         dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
         gradients = [dq.astype(of_q.dtype), *of_keys]
+    if len(rest) > (sink is not None):
+        of_bias = functools.partial(_of_bias, _dbias_launch(call), call.size)
+        gradients.append(passes.score_operand(of_bias, *operands, rest[0], "bias"))
     if sink is not None:
         gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
     return gradients

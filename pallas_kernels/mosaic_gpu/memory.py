@@ -178,6 +178,22 @@ class Layout(layout.Layout):
         self.tile: Any = None
         self.together = self._heads_together() if by_block else 1
 
+    @classmethod
+    def of_pairs(
+        cls, operands, launch: layout.Launch, looped: tuple[str, ...]
+    ) -> Layout:
+        """Of tiles of pairs, whose programs loop over heads and batch entries.
+
+        A part is as large as the result, and that is large where it has many tiles: so
+        they are divided only if there are fewer than one for each multiprocessor.
+        """
+        own = "t", "s"
+        whole = dataclasses.replace(launch, splits=1)
+        found = cls.of("dbias", operands, whole, own=own, looped=looped)
+        if found.tiles >= device.multiprocessors():
+            return found
+        return cls.of("dbias", operands, launch, own=own, looped=looped)
+
     def in_order(self, names: list[str], operands) -> list[str]:
         """Those first that arrays of pairs lack: they are read from memory once.
 
@@ -231,17 +247,17 @@ class Layout(layout.Layout):
 
     def program_ids(self) -> dict[str, jax.Array]:
         rest = lax.axis_index("program") if self.tile is None else self.tile
-        ((own, blocks),) = self.num_blocks.items()
         ids = {}
         for name, size in self.parts.items():
             rest, ids[name] = _divmod(rest, size)
         rest, head = _divmod(rest, self.together)
-        heads, block = _divmod(rest, blocks)
-        if self.together > 1 and own == "t":
+        for name, size in self.num_blocks.items():
+            rest, ids[name] = _divmod(rest, size)
+        if self.together > 1 and "t" in self.num_blocks:
             last = math.prod(self._heads.values()) // self.together - 1
-            block += ((last - heads) & 1) * (blocks - 1 - 2 * block)
-        rest = heads * self.together + head
-        ids[own] = block
+            back = self.num_blocks["t"] - 1 - 2 * ids["t"]
+            ids["t"] += ((last - rest) & 1) * back
+        rest = rest * self.together + head
         for name, size in self._heads.items():
             rest, ids[name] = _divmod(rest, size)
         if "n" in ids:

@@ -105,6 +105,16 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
     return _loaded(ref, shape, jnp.uint32, of_place)
 
 
+def store(ref, x: jax.Array) -> None:
+    """Writes a block [queries, keys] to global memory, two neighbours at once."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
+    def write(_, ref, x):
+        x.store_untiled(ref, optimized=False)
+
+    write(ref, x)
+
+
 def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
     """`Arithmetic.masked`, with words of `load_words`, too.
 

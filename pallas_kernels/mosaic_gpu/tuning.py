@@ -219,6 +219,8 @@ def slower_backward(call: Call) -> str | None:
 _BACKWARD = {64: Blocks(128, 128, 8, 2), 128: Blocks(64, 128, 8, 2)}
 # Of gradients in kernels of their own, for heads of up to 256.
 DQ_APART, DKV_APART = Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)
+# Of gradients of a bias: places for rows are as wide as heads.
+_DBIAS = {64: Blocks(128, 128, 8, 4), 128: Blocks(128, 128, 8, 3)}
 # Part of a tile, at least, that a head must fill: products with the rest are lost.
 # Heads of 80 are 1.07 times as fast as Triton's (NVIDIA H200, 2026-11-24, 4 x 2048,
 # 32 x 80 causal: 067-mosaic-gpu-backward.md); heads of less have not been timed.
@@ -316,6 +318,13 @@ def of_backward(heads: tuple[int, int]) -> Blocks | None:
         return DKV_APART if makes_dq_apart(size) else _BACKWARD[128]
     fits = sum(heads) >= _FILLED * sum(width.values())
     return _BACKWARD[max(width.values())] if fits else None
+
+
+def of_dbias(size: Mapping[str, int]) -> Blocks | None:
+    """Blocks of the kernel for a bias's gradient; None where heads do not fit it."""
+    width = head_tiles(size)
+    fits = size["h"] == size["d"] and computes_ahead(width)
+    return _DBIAS[max(width.values())] if fits else None
 
 
 # Widths of tiles at which a soft cap leaves too few registers: 300 to 450 bytes are
