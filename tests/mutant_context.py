@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutant_kernels import of
 
 CALLS = "tests/test_context_calls.py"
+METHOD = "tests/test_context_errors.py -k names_the_method"
 NUMBERS = "tests/test_mask.py -k 'striped_rows or come_before'"
 
 
@@ -14,6 +15,21 @@ def one(*words: str) -> str:
 
 
 MUTANTS = [
+    *of(
+        "jax_flash2/_context.py",
+        (
+            "keys gathered however many they are",
+            "or keys > own or",
+            "or",
+            METHOD,
+        ),
+        (
+            "long rows gathered",
+            'call.size["s"] >= _MANY_ROWS or',
+            "",
+            METHOD,
+        ),
+    ),
     *of(
         "pallas_kernels/core/positions.py",
         (

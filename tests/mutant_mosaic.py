@@ -9,6 +9,7 @@ DOCUMENTS = "tests/test_visits.py -k of_documents"
 SCHEDULE = "tests/test_schedule.py"
 APART = "tests/test_mosaic_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
+OF_BIAS = "tests/test_mosaic_interpreted.py -m '' -k parts_of_a_bias"
 CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
 
 MUTANTS = [
@@ -49,6 +50,21 @@ MUTANTS = [
             'release("pairs", place, loaded=True)',
             'release("pairs", place)',
             "tests/test_mosaic_gpu.py -k loaded_before",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dbias.py",
+        (
+            "dropout's scale forgotten",
+            "(total * spec.dropout_scale)",
+            "total",
+            OF_BIAS,
+        ),
+        (
+            "the first element's keys for all",
+            "ring.fill(i + 1, rows=do.at(here), keys=v.at(here))",
+            "ring.fill(i + 1, rows=do.at(here), keys=v.at(where | of_keys))",
+            OF_BIAS,
         ),
     ),
     *of(
@@ -235,8 +251,8 @@ MUTANTS = [
         ),
         (
             "the next heads from the same end",
-            "block += ((last - heads) & 1)",
-            "block += 0",
+            'ids["t"] += ((last - rest) & 1)',
+            'ids["t"] += 0',
             SCHEDULE,
         ),
         (
@@ -247,7 +263,7 @@ MUTANTS = [
         ),
         (
             "heads together of one block only",
-            'if self.together > 1 and own == "t":',
+            'if self.together > 1 and "t" in self.num_blocks:',
             "if False:",
             SCHEDULE,
         ),

@@ -134,19 +134,7 @@ def other_backward(call: Call, /) -> str | None:
 
 def other_score_gradients(call: Call, /) -> str | None:
     """Why another backend makes the gradients of the score's operands."""
-    score = call.spec.score
-    if list(score.operands) != ["bias"]:
-        return "there is no kernel for gradients of slopes or a traced scale"
-    if not call.spec.has_bias_of_pairs:
-        return "the bias has not an element for each pair"
-    if call.config is not None and call.config.dbias:
-        return "the blocks of `Config` are those of its kernels"
-    blocks = tuning.of_dbias(call.size)
-    if blocks is None:
-        return f"there is no kernel for a bias with head sizes {call.head_sizes}"
-    if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
-        return f"blocks would lie in several stripes of {odd} rows"
-    return None
+    return tuning.no_dbias(call)
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:

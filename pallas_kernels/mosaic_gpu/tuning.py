@@ -126,7 +126,10 @@ _FEWEST_KEYS = {
     128: (256, 256),
     256: (256, 512),
 }
+# Of biases with an element for each pair, and backward where their gradient is made
+# here (NVIDIA H100, 2026-11-26: 086-the-gradient-of-a-bias-on-hopper.md).
 _FEWEST_OF_BIASES = (128, 1024)
+_FEWEST_OF_GRADIENTS = 256
 _FEWEST_OF_WINDOWS = 450
 # Of packed documents, with heads of more than 95. They take 0.92 to 1.24 times Triton's
 # speed as documents have 250 to 8192 rows on average, heads of 64 0.64 to 1.12 (NVIDIA
@@ -154,12 +157,15 @@ def _has_wide_bias(spec: AttentionSpec) -> bool:
     return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
 
 
-def _fewest_keys(spec: AttentionSpec, largest: int) -> tuple[int, int]:
+def _fewest_keys(call: Call) -> tuple[int, int]:
     """Of `_FEWEST_KEYS`, for the forward and the backward of a call."""
+    spec, largest = call.spec, max(call.head_sizes)
     if _has_wide_bias(spec):
         forward = backward = _FEWEST_OF_OTHERS
     elif spec.has_bias_of_pairs:
         forward, backward = _FEWEST_OF_BIASES
+        if no_dbias(call) is None:
+            backward = _FEWEST_OF_GRADIENTS
     else:
         found = (x for size, x in _FEWEST_KEYS.items() if largest <= size)
         forward, backward = next(found)
@@ -190,7 +196,7 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
         return "a float32 bias for each pair takes long to load beside small heads"
     if call.size["t"] < _FEWEST_ROWS:
         return f"blocks have {_FEWEST_ROWS} query rows, and the call {call.size['t']}"
-    if keys < _fewest_keys(spec, largest)[0]:
+    if keys < _fewest_keys(call)[0]:
         return f"about {keys} keys for a query are few"
     if copied and keys < _FEWEST_OF_COPIES:
         return (
@@ -209,7 +215,7 @@ def slower_backward(call: Call) -> str | None:
     """
     t, s = call.size["t"], call.size["s"]
     keys = call.spec.mean_keys(s)
-    fewest = _fewest_keys(call.spec, max(call.head_sizes))[1]
+    _, fewest = _fewest_keys(call)
     if keys * max(t, s) < fewest * max(s, 1):
         return f"about {keys} keys for a query are few"
     return None
@@ -325,6 +331,23 @@ def of_dbias(size: Mapping[str, int]) -> Blocks | None:
     width = head_tiles(size)
     fits = size["h"] == size["d"] and computes_ahead(width)
     return _DBIAS[max(width.values())] if fits else None
+
+
+def no_dbias(call: Call) -> str | None:
+    """Why there is no kernel for the gradients of the score's operands, or None."""
+    score = call.spec.score
+    if list(score.operands) != ["bias"]:
+        return "there is no kernel for gradients of slopes or a traced scale"
+    if not call.spec.has_bias_of_pairs:
+        return "the bias has not an element for each pair"
+    if call.config is not None and call.config.dbias:
+        return "the blocks of `Config` are those of its kernels"
+    blocks = of_dbias(call.size)
+    if blocks is None:
+        return f"there is no kernel for a bias with head sizes {call.head_sizes}"
+    if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
+        return f"blocks would lie in several stripes of {odd} rows"
+    return None
 
 
 # Widths of tiles at which a soft cap leaves too few registers: 300 to 450 bytes are
