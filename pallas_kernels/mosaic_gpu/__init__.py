@@ -19,6 +19,7 @@ from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support, tuning
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.dbias import dbias as dbias_kernel
+from pallas_kernels.mosaic_gpu.dbias import layout_of as layout_of_dbias
 from pallas_kernels.mosaic_gpu.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.forward import forward as forward_kernel
@@ -100,8 +101,8 @@ def division(call: Call, /) -> tuple[str, ...]:
         _, looped = operand_sum(
             call.spec.score.bias, passes.axes_of_elements(call.operands)
         )
-        of_pairs = memory.Layout.of_pairs(call.operands, _dbias_launch(call), looped)
-        found.append(words("dbias", of_pairs.parts))
+        tiles = layout_of_dbias(call.operands, _dbias_launch(call), looped)
+        found.append(words("dbias", tiles.parts))
     return tuple(filter(None, found))
 
 

@@ -12,13 +12,15 @@ there too.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import division, program
+from pallas_kernels import device, division, program
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
@@ -27,6 +29,20 @@ from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
+
+
+def layout_of(operands, launch: Launch, summed: Axes) -> memory.Layout:
+    """Of tiles of pairs, whose programs loop over the axes that the bias lacks.
+
+    A part is as large as the result, and that is large where it has many tiles: so they
+    are divided only if there are fewer than one for each multiprocessor.
+    """
+    own = "t", "s"
+    whole = dataclasses.replace(launch, splits=1)
+    found = memory.Layout.of("dbias", operands, whole, own=own, looped=summed)
+    if found.tiles >= device.multiprocessors():
+        return found
+    return memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
 
 
 def dbias(
@@ -49,7 +65,7 @@ def dbias(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, output]
-    layout = memory.Layout.of_pairs(operands, launch, summed)
+    layout = layout_of(operands, launch, summed)
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = tuning.head_tiles(layout.size)
     elements, wider = memory.of_tiles(layout.size, width)

@@ -178,22 +178,6 @@ class Layout(layout.Layout):
         self.tile: Any = None
         self.together = self._heads_together() if by_block else 1
 
-    @classmethod
-    def of_pairs(
-        cls, operands, launch: layout.Launch, looped: tuple[str, ...]
-    ) -> Layout:
-        """Of tiles of pairs, whose programs loop over heads and batch entries.
-
-        A part is as large as the result, and that is large where it has many tiles: so
-        they are divided only if there are fewer than one for each multiprocessor.
-        """
-        own = "t", "s"
-        whole = dataclasses.replace(launch, splits=1)
-        found = cls.of("dbias", operands, whole, own=own, looped=looped)
-        if found.tiles >= device.multiprocessors():
-            return found
-        return cls.of("dbias", operands, launch, own=own, looped=looped)
-
     def in_order(self, names: list[str], operands) -> list[str]:
         """Those first that arrays of pairs lack: they are read from memory once.
 
