@@ -129,12 +129,17 @@ def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
     return Parallel(data=data, context=context, **sizes)
 
 
-@pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize(
-    ("data", "context", "method"),
+    ("data", "context", "method", "segments"),
     [
-        (1, 2, "gather"),
-        *deeply((1, 4, "gather"), (1, 4, "ring"), (4, 1, None), (2, 2, "ring")),
+        (1, 2, "gather", True),
+        (1, 2, "gather", False),
+        *deeply(
+            (1, 4, "gather", False),
+            (1, 4, "ring", True),
+            (4, 1, None, False),
+            (2, 2, "ring", True),
+        ),
     ],
 )
 def test_losses_of_divided_batches(data, context, method, segments, monkeypatch):
