@@ -21,6 +21,7 @@ from jax import lax
 from jax_flash2 import _backends, _ring, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
 from jax_flash2._rows import Context, Layout, layout_of
+from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import GROUP
@@ -256,16 +257,16 @@ def _gathers_cheaply(call: Call, layout: Layout) -> str:
     """Why one call with all keys is better than a ring's rounds; or nothing.
 
     It makes no outputs and gradients in float32 to be added, but nothing hides the way
-    of the keys. Within a process the devices are those of one host.
+    of the keys.
     """
     keys = layout.parts * (call.key.value.size + call.value.value.size)
     output, _ = forward_outputs(Problem.of(call, ""), call.operands)
     own = call.query.value.size + math.prod(output.shape)
-    if call.size["s"] >= _MANY_ROWS or keys > own or jax.process_count() > 1:
+    if call.size["s"] >= _MANY_ROWS or keys > own or not device.are_linked():
         return ""
     return (
-        "one process has all devices, and all keys and values are no more than a "
-        "device's queries and output"
+        "links are fast, and all keys and values are no more than a device's queries "
+        "and output"
     )
 
 

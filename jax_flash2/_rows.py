@@ -49,9 +49,9 @@ class Context:
         - "halo": with a window, each device gets the rows just outside its own. With
           stripes the window must be causal and at most a stripe long.
         - "gather": every device gets all of them. Serves biases and masks of pairs. It
-          is chosen in place of a ring where the devices are those of one process and
-          all keys and values are no more than a device's queries and output, up to
-          131,071 key rows a device; and below 2048.
+          is chosen in place of a ring where one process has all devices, GPUs whose
+          name says that they have NVLink, and all keys and values are no more than a
+          device's queries and output, up to 131,071 key rows a device; and below 2048.
         - "heads": heads are divided instead, for the length of the call. The number of
           key/value heads must be a multiple of the number of devices. Serves biases and
           masks of pairs, too.

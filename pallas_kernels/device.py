@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 _CAPABILITY = {  # of devices known by name only, when lowering without a GPU
@@ -72,6 +74,17 @@ def capability() -> int:
         return round(float(here.compute_capability) * 10)
     words = (device_kind() or "").replace("-", " ").split()
     return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
+
+
+def are_linked() -> bool:
+    """Whether all devices are known to reach each other fast: NVLink within a host.
+
+    JAX names no links: those of one process are on one host, and the names of GPUs
+    say whether they have NVLink to all others there. Simulated devices have.
+    """
+    kind = device_kind() or "cpu"
+    has_nvlink = re.search(r"^cpu|SXM|HBM3$|H200$|B200$", kind) is not None
+    return has_nvlink and jax.process_count() == 1
 
 
 def multiprocessors() -> int:

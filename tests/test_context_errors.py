@@ -16,6 +16,7 @@ from jax_flash2 import (
     stripe_positions,
     unstripe,
 )
+from pallas_kernels import device
 from tests.divided import Divided
 from tests.test_context_calls import GATHER, HEADS, RING, XLA, operands
 
@@ -161,6 +162,21 @@ def explained(context, rows: int, heads=4, kv_heads=None, shape=(4,), **options)
     )
     jax.eval_shape(on_devices, struct)
     return texts[0].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gather"),
+        ("NVIDIA A100-SXM4-80GB", "gather"),
+        ("NVIDIA H100 PCIe", "ring"),
+        ("NVIDIA H200 NVL", "ring"),
+    ],
+)
+def test_keys_are_gathered_over_fast_links(kind, method, monkeypatch):
+    monkeypatch.setattr(device, "device_kind", lambda: kind)
+    found = explained(Context("x"), 16384, 8, 2)[0]
+    assert found.startswith(f"context: {method}, since")
 
 
 def test_explain_names_the_method():
