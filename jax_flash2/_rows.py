@@ -9,7 +9,9 @@ length: stripes give every device some of each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jax_flash2._arguments import check_array
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.positions import Numbering
 
 METHODS = ("ring", "halo", "gather", "heads")
@@ -241,21 +243,39 @@ class Layout:
     def of_all(self, x: jax.Array) -> jax.Array:
         """[parts, *shape]: what every device has.
 
-        The devices send it to each other, instead of a gathering, so that the transpose
-        sums what comes back in float32, and in one order.
+        The transpose sums what comes back in float32, and in one order.
         """
-        wide = x.dtype
-        if jnp.issubdtype(wide, jnp.floating):
-            wide = jnp.promote_types(wide, jnp.float32)
-        copies = jnp.broadcast_to(x.astype(wide), (self.parts, *x.shape))
-        return self.exchanged(copies.astype(x.dtype), 0, 0)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return lax.all_gather(x, self.axes)
+        return _of_all(self, (), [x])[1][0]
+
+    def of_all_beside(self, beside: jax.Array, xs: Sequence[jax.Array]) -> tuple:
+        """`beside` as it is, and a list of `of_all` of the others.
+
+        The transpose makes the gradient of `beside` while those of the others are on
+        their way, before it sums what comes back.
+        """
+        return _of_all(self, beside, list(xs))
 
     def gathered(self, x: Named, rows: str) -> Named:
         """x with all rows, in their order."""
-        axis = x.axes.index(rows)
-        parts = jnp.moveaxis(self.of_all(x.value), 0, axis)
-        shape = (*x.shape[:axis], self.parts * x.shape[axis], *x.shape[axis + 1 :])
-        return Named(self.in_order(parts.reshape(shape), axis), x.axes)
+        return self._joined(self.of_all(x.value), x.axes, rows)
+
+    def gathered_beside(
+        self, beside: Named, xs: Sequence[Named], rows: str
+    ) -> tuple[Named, list[Named]]:
+        """`beside` as it is, and `gathered` of the others, as `of_all_beside` does."""
+        own, values = self.of_all_beside(beside.value, [x.value for x in xs])
+        pairs = zip(values, xs, strict=True)
+        joined = [self._joined(value, x.axes, rows) for value, x in pairs]
+        return Named(own, beside.axes), joined
+
+    def _joined(self, x: jax.Array, axes: Axes, rows: str) -> Named:
+        """All rows in their order, of an `of_all` of an array with these axes."""
+        axis = axes.index(rows)
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return Named(self.in_order(x, axis), axes)
 
     def exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
         """x with its axis `split` divided over devices, and `joined` not any more."""
@@ -267,6 +287,24 @@ class Layout:
         names = ", ".join(map(repr, self.axes))
         stripes = f"stripes of {self.stripe} rows" if self.stripe else "rows in one run"
         return f"{self.parts} devices along {names}, {stripes}"
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_all(layout: Layout, beside: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
+    return beside, [lax.all_gather(x, layout.axes) for x in xs]
+
+
+@_of_all.defjvp
+def _change_of_all(layout: Layout, primals, changes):
+    """Devices send copies: the transpose of a gathering would sum in x's dtype."""
+
+    def copies(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.broadcast_to(wide, (layout.parts, *x.shape)).astype(x.dtype)
+
+    beside, xs = changes
+    beside, xs = lax.optimization_barrier((beside, [copies(x) for x in xs]))
+    return _of_all(layout, *primals), (beside, [layout.exchanged(x, 0, 0) for x in xs])
 
 
 def layout_of(context: Context) -> Layout:

@@ -59,11 +59,12 @@ def test_bytes_by_hand():
 def received(text: str, parts: int) -> int:
     """Bytes that the collectives of a compiled program bring to a device."""
     size, total = {"f32": 4, "s32": 4, "u32": 4}, 0.0
+    kinds = "collective-permute|all-to-all|all-gather"
     for line in text.splitlines():
-        op = re.search(r"= (.*?) (collective-permute|all-to-all)(?:-start)?\(", line)
+        op = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
         if op is None:
             continue
-        part = (parts - 1) / parts if op[2] == "all-to-all" else 1
+        part = 1 if op[2] == "collective-permute" else (parts - 1) / parts
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", op[1]):
             total += part * size[dtype] * math.prod(map(int, dims.split(",")))
     return round(total)
