@@ -8,7 +8,7 @@ is left if communication costs nothing. For this the benchmark reaches into the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,9 +51,6 @@ class Alone(Layout):
         if self.ids is not None and jnp.issubdtype(x.dtype, jnp.integer):
             return jnp.asarray(self.ids.of_devices)
         return jnp.broadcast_to(x, (self.parts, *x.shape))
-
-    def of_all_beside(self, beside: jax.Array, xs: Sequence[jax.Array]) -> tuple:
-        return beside, [self.of_all(x) for x in xs]
 
     def exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
         own = jnp.split(x, self.parts, split)[0]

@@ -246,11 +246,11 @@ def _gather(call: Call, layout: Layout) -> Local:
     def all_keys(x: Named) -> Named:
         return layout.gathered(x, "s") if "s" in x.axes else x
 
-    q, (k, v) = layout.gathered_beside(call.query, (call.key, call.value), "s")
+    key, value = map(all_keys, (call.key, call.value))
     size = {"t": call.size["t"], "s": layout.parts * call.size["s"]}
     own = layout.numbering(layout.rank(), size["t"])
     spec = jax.tree.map(all_keys, call.spec).of_rows(own, ALL_ROWS, size)
-    return Local(dataclasses.replace(call, query=q, key=k, value=v, spec=spec))
+    return Local(dataclasses.replace(call, key=key, value=value, spec=spec))
 
 
 def _gathers_cheaply(call: Call, layout: Layout) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jax_flash2._arguments import check_array
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.positions import Numbering
 
 METHODS = ("ring", "halo", "gather", "heads")
@@ -247,35 +246,14 @@ class Layout:
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return lax.all_gather(x, self.axes)
-        return _of_all(self, (), [x])[1][0]
-
-    def of_all_beside(self, beside: jax.Array, xs: Sequence[jax.Array]) -> tuple:
-        """`beside` as it is, and a list of `of_all` of the others.
-
-        The transpose makes the gradient of `beside` while those of the others are on
-        their way, before it sums what comes back.
-        """
-        return _of_all(self, beside, list(xs))
+        return _of_all(x, self)
 
     def gathered(self, x: Named, rows: str) -> Named:
         """x with all rows, in their order."""
-        return self._joined(self.of_all(x.value), x.axes, rows)
-
-    def gathered_beside(
-        self, beside: Named, xs: Sequence[Named], rows: str
-    ) -> tuple[Named, list[Named]]:
-        """`beside` as it is, and `gathered` of the others, as `of_all_beside` does."""
-        own, values = self.of_all_beside(beside.value, [x.value for x in xs])
-        pairs = zip(values, xs, strict=True)
-        joined = [self._joined(value, x.axes, rows) for value, x in pairs]
-        return Named(own, beside.axes), joined
-
-    def _joined(self, x: jax.Array, axes: Axes, rows: str) -> Named:
-        """All rows in their order, of an `of_all` of an array with these axes."""
-        axis = axes.index(rows)
-        x = jnp.moveaxis(x, 0, axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-        return Named(self.in_order(x, axis), axes)
+        axis = x.axes.index(rows)
+        parts = jnp.moveaxis(self.of_all(x.value), 0, axis)
+        shape = (*x.shape[:axis], self.parts * x.shape[axis], *x.shape[axis + 1 :])
+        return Named(self.in_order(parts.reshape(shape), axis), x.axes)
 
     def exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
         """x with its axis `split` divided over devices, and `joined` not any more."""
@@ -289,22 +267,18 @@ class Layout:
         return f"{self.parts} devices along {names}, {stripes}"
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_all(layout: Layout, beside: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
-    return beside, [lax.all_gather(x, layout.axes) for x in xs]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _of_all(x: jax.Array, layout: Layout) -> jax.Array:
+    return lax.all_gather(x, layout.axes)
 
 
 @_of_all.defjvp
-def _change_of_all(layout: Layout, primals, changes):
-    """Devices send copies: the transpose of a gathering would sum in x's dtype."""
-
-    def copies(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.broadcast_to(wide, (layout.parts, *x.shape)).astype(x.dtype)
-
-    beside, xs = changes
-    beside, xs = lax.optimization_barrier((beside, [copies(x) for x in xs]))
-    return _of_all(layout, *primals), (beside, [layout.exchanged(x, 0, 0) for x in xs])
+def _change_of_all(layout: Layout, xs, changes):
+    """Devices send copies, where a gathering's transpose would sum in x's dtype."""
+    (x,), (change,) = xs, changes
+    wide = jnp.promote_types(change.dtype, jnp.float32)
+    copies = jnp.broadcast_to(change.astype(wide), (layout.parts, *change.shape))
+    return _of_all(x, layout), layout.exchanged(copies.astype(change.dtype), 0, 0)
 
 
 def layout_of(context: Context) -> Layout:
