@@ -14,13 +14,14 @@ HEADER = [
 ]
 NOTE = (
     "P devices have T rows each. TFLOP/s count the pairs that the mask keeps. `of one "
-    "device`: the time of one device for all rows, divided by P times the time of P "
-    "devices; 1 is ideal. `~`: one device did fewer rows, and its TFLOP/s are taken. "
-    "`of its kernels`: the time of the busiest device's part by the same code on one "
-    "device, with nothing sent, divided by the time of P devices. `MiB received`: by "
-    "a device, in closed form. `peak MiB`: of a device's memory, as its allocator saw "
-    "it, or (planned) as the compiler reckons. `error`: the largest of a row of a "
-    "result, as a part of it, on few rows."
+    "device` is parallel efficiency: one device's time for all rows, divided by P "
+    "times the time of P devices. `~`: one device did fewer rows, and its time is "
+    "extrapolated by its TFLOP/s. `of its kernels`: time of the busiest device's "
+    "share on one device, by the same code without communication, divided by the time "
+    "of P devices. `MiB received`: by a device, computed, not measured. `peak MiB`: "
+    "of a device's memory, as its allocator saw it, or (planned) as the compiler "
+    "reckons. `error`: the largest relative error of a row of a result, measured on "
+    "few rows."
 )
 
 

@@ -1,4 +1,9 @@
-"""FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels."""
+"""FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels.
+
+Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
+for Flax's attention modules, `Context` and `stripe` for sequences sharded over
+devices, `merge` for results over parts of the keys, `Config` for block sizes.
+"""
 
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention

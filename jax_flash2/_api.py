@@ -1,4 +1,4 @@
-"""attention(), explain(): the arguments of a call, checked and made a `Problem`."""
+"""attention(), explain(): the arguments of a call, checked and made a `Call`."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def attention(
         part in the softmax and in the log-sum-exp but has no value (gpt-oss). A row
         without keys still returns 0 and -inf. Differentiable.
       dropout_rate: the probability in [0, 1) of dropping each attention weight. Kept
-        weights are multiplied by 1 / (1 - rate). Rounded to a multiple of 2**-16.
+        weights are multiplied by 1 / (1 - rate). It is rounded to a multiple of 2**-16.
       dropout_rng: a JAX random key, typed or raw uint32. Required if dropout_rate > 0.
         The dropped pairs depend only on it, batch entry, head, query row and key row.
         They do not depend on the implementation, the block sizes or vmap.
@@ -173,15 +173,16 @@ def attention(
       implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients that these lack
         are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
         loops, any platform), "reference" (quadratic memory, for tests), or None. None
-        takes the first of the first three that supports the call; but the next one, if
-        that supports it too and is known to be faster. A named implementation runs or
+        takes the first of the first three that supports the call, unless the next one
+        supports it too and is known to be faster. A named implementation runs or
         raises; it never falls back.
       config: block sizes, or interpreted kernels; see `Config`.
       context: inside `jax.shard_map` or `jax.pmap`, over which devices the rows are
         divided, and how; see `Context`. query, key, value, segment ids and the results
-        then have this device's rows. So has a bias or mask; but where it has an axis T,
-        its S is the keys of all devices, in their order (not striped). Lengths and
-        positions are those of all rows.
+        then have this device's rows. A bias or mask with T = 1 or S = 1 has this
+        device's rows along the other axis. One with both has this device's queries and
+        the keys of all devices, in their order (not striped). Lengths and positions
+        count the rows of all devices.
       return_residual: if True, also return the log-sum-exp of the scores.
 
     Returns:
@@ -203,8 +204,8 @@ def attention(
     on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
     with "reference". With kernels, the tangents of second derivatives run as "xla".
     Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
-    derivatives require forward mode on top of second derivatives, or "reference". Rows
-    that travel in a ring (`Context.method`) have first derivatives in reverse mode.
+    derivatives require forward mode on top of second derivatives, or "reference". A
+    ring (`Context.method`) has first derivatives alone, in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -128,8 +128,7 @@ def test_readme_sections():
         "Limits",
         "Versions and the deprecation upstream",
         "Reading and changing it",
-        "Licence",
-        "Citation",
+        "Licence and citation",
     ]
 
 
