@@ -201,7 +201,7 @@ def _with_stores_to_sums(interpreter, callbacks):
 
 
 def _call_back(*arrays, callback, result_avals, **_):
-    """In place of JAX's, which first makes arrays of JAX: that took most of the time."""
+    """In place of JAX's, which makes arrays of JAX first: most of the time was that."""
     found = callback(*(np.array(x) for x in arrays))
     pairs = zip(found, result_avals, strict=True)
     return [np.asarray(x, like.dtype) for x, like in pairs]
