@@ -117,12 +117,11 @@ def test_readme_sections():
     """The order in which a reader needs them."""
     titles = [x[3:] for x in lines("README.md") if x.startswith("## ")]
     assert titles == [
+        "Try it",
         "Install",
         "Quick start",
         "In Flax",
-        "Train a small language model",
         "Sequences longer than one GPU",
-        "Run the tests",
         "What it does",
         "How fast",
         "Limits",
