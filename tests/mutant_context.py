@@ -16,6 +16,15 @@ def one(*words: str) -> str:
 
 MUTANTS = [
     *of(
+        "jax_flash2/_rows.py",
+        (
+            "gradients of gathered rows summed in their own dtype",
+            "jnp.promote_types(change.dtype, jnp.float32)",
+            "change.dtype",
+            "tests/test_context_corners.py -k gathered_rows",
+        ),
+    ),
+    *of(
         "jax_flash2/_context.py",
         (
             "keys gathered however many they are",

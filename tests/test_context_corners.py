@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_flash2 import Context, attention
+from jax_flash2._rows import layout_of
 from tests.cases import INTERPRETED
 from tests.divided import Divided
 from tests.test_context_errors import explained
@@ -55,6 +57,25 @@ def test_the_reference_has_no_ring():
     assert jax.eval_shape(call(None), query).shape == query.shape
     with pytest.raises(ValueError, match=r"'ring' cannot.*'reference' wants all keys"):
         jax.eval_shape(call("ring"), query)
+
+
+def test_gradients_of_gathered_rows_are_summed_in_float32():
+    """In bfloat16, 1 + 2**-8 is 1."""
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(x, cotangents):
+        layout = layout_of(Context("x", None))
+        _, pull = jax.vjp(layout.of_all, x)
+        return pull(cotangents[0])[0]
+
+    rows = PartitionSpec("x")
+    gradient = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+    cotangents = np.full((devices, devices, 1), 2.0**-8).astype(jnp.bfloat16)
+    cotangents[0] = 1
+    found = jax.jit(gradient)(jnp.ones(devices, jnp.bfloat16), cotangents)
+    expected = cotangents.astype(np.float32).sum(0)[:, 0].astype(jnp.bfloat16)
+    assert np.all(np.asarray(found) == expected) and np.all(expected > 1)
 
 
 def test_parts_of_keys_are_of_the_keys_of_all_devices():
