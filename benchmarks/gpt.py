@@ -67,6 +67,8 @@ class GPTConfig:
       width: D.
       vocab_size: V.
       dtype: dtype of the activations; the parameters stay float32.
+      remat: for the backward, a block keeps its input and attention's results alone,
+        and computes the rest again, but for attention (`jax_flash2.OUTPUT_NAME`).
     """
 
     num_layers: int
@@ -74,6 +76,7 @@ class GPTConfig:
     width: int
     vocab_size: int = 256
     dtype: str = "float32"
+    remat: bool = False
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -146,6 +149,11 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
+_KEPT = jax.checkpoint_policies.save_only_these_names(
+    jax_flash2.OUTPUT_NAME, jax_flash2.LSE_NAME
+)
+
+
 class GPT(nnx.Module):
     """A causal language model: tokens `[B, T]` to float32 logits `[B, T, V]`.
 
@@ -169,6 +177,7 @@ class GPT(nnx.Module):
             Block(config, attention, rngs=rngs) for _ in range(config.num_layers)
         )
         self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.remat = config.remat
 
     def __call__(
         self,
@@ -187,9 +196,15 @@ class GPT(nnx.Module):
         """
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
+
+        def run(block, x):
+            return block(x, positions, segment_ids, **options)
+
+        if self.remat:
+            run = nnx.remat(run, policy=_KEPT)
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, positions, segment_ids, **options)
+            x = run(block, x)
         return self.embed.attend(self.norm(x)).astype(jnp.float32)
 
 

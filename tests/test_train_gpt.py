@@ -102,6 +102,27 @@ def test_batches_go_through_the_whole_text():
     np.testing.assert_array_equal(next(again).tokens, first[0].tokens)
 
 
+def test_remat_keeps_less_and_changes_no_loss():
+    tiny = train_gpt.PRESETS["tiny"]
+    config = dataclasses.replace(tiny.model, remat=True)
+    found = train_gpt.train(dataclasses.replace(tiny, model=config)).losses
+    expected = losses("jax_flash2", "float32", True)
+    np.testing.assert_allclose(found, expected, rtol=RTOL["float32"])
+
+    def kept(config) -> int:
+        """Bytes that the forward leaves to the backward."""
+        model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
+        graph, state = nnx.split(model)
+
+        def logits(state):
+            return nnx.merge(graph, state)(np.zeros((2, 512), np.int32))
+
+        _, pull = jax.eval_shape(lambda x: jax.vjp(logits, x), state)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+    assert kept(config) < 0.5 * kept(tiny.model)
+
+
 @pytest.mark.parametrize(
     ("attention", "dtype", "segments"),
     [
