@@ -67,8 +67,8 @@ class GPTConfig:
       width: D.
       vocab_size: V.
       dtype: dtype of the activations; the parameters stay float32.
-      remat: for the backward, a block keeps its input and attention's results alone,
-        and computes the rest again, but for attention (`jax_flash2.OUTPUT_NAME`).
+      remat: for the backward, a block keeps its input and what attention names
+        (jax_flash2 its results), and computes the rest again.
     """
 
     num_layers: int

@@ -371,6 +371,7 @@ def main(argv):
         "attention": _ATTENTION.value,
         "packing": _PACKING.value,
         "dtype": preset.model.dtype,
+        "remat": preset.model.remat,
         "device": device.device_kind,
         "devices": "1" if parallel is None else str(parallel),
         "batch": f"{preset.batch_size} x {preset.seq_len} bytes",
