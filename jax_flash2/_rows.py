@@ -269,16 +269,28 @@ class Layout:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _of_all(x: jax.Array, layout: Layout) -> jax.Array:
-    return lax.all_gather(x, layout.axes)
+    """Each passes on what came: copy engines of GPUs can do that beside a kernel."""
+    came = [x]
+    while len(came) < layout.parts:
+        came.append(layout.shifted(came[-1]))
+    return _by_sender(came, layout)
 
 
 @_of_all.defjvp
 def _change_of_all(layout: Layout, xs, changes):
-    """Devices send copies, where a gathering's transpose would sum in x's dtype."""
+    """The transpose sends each device its part of a gradient, and adds in float32."""
     (x,), (change,) = xs, changes
-    wide = jnp.promote_types(change.dtype, jnp.float32)
-    copies = jnp.broadcast_to(change.astype(wide), (layout.parts, *change.shape))
-    return _of_all(x, layout), layout.exchanged(copies.astype(change.dtype), 0, 0)
+    wide = change.astype(jnp.promote_types(change.dtype, jnp.float32))
+    came = [
+        layout.shifted(wide.astype(change.dtype), by) if by else change
+        for by in range(layout.parts)
+    ]
+    return _of_all(x, layout), _by_sender(came, layout)
+
+
+def _by_sender(came: list[jax.Array], layout: Layout) -> jax.Array:
+    """[parts, *shape], of what came from this device, the one before it, and so on."""
+    return jnp.roll(jnp.stack(came[::-1]), layout.rank() + 1, axis=0)
 
 
 def layout_of(context: Context) -> Layout:
