@@ -23,7 +23,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.positions import Numbering
 
 METHODS = ("ring", "halo", "gather", "heads")
-STRIPE = 256
+STRIPE = 128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,7 @@ def test_explain_names_the_method():
     first, second, *_ = explained(Context("x"), 16384, is_causal=True)
     assert first == (
         "context: ring, since queries may look at all rows (4 devices along 'x', "
-        "stripes of 256 rows)"
+        "stripes of 128 rows)"
     )
     assert second.startswith("implementation: ")
     few = explained(Context("x"), 4096, is_causal=True)[0]
@@ -213,5 +213,5 @@ def test_explain_names_the_method():
     two = explained(Context(("hosts", "gpus")), 16384, shape=(2, 2))
     assert two[0].startswith("context: heads, since the last of several axes")
     assert two[1].startswith("context: ring")
-    assert "stripes of 512 rows" in two[1]
+    assert "stripes of 256 rows" in two[1]
     assert explained(Context("x"), 256, shape=(1,))[0].startswith("context: none")

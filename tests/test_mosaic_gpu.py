@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
-from pallas_kernels.mosaic_gpu import support
+from pallas_kernels import device
+from pallas_kernels.mosaic_gpu import support, tuning
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu, string_attributes
 from tests.mosaic import (
@@ -40,6 +41,22 @@ def _lowered() -> Iterator:
         first = case.name in FIRST and dtype == "bfloat16"
         if first or dtype == "float16" or not case.h == case.d == 16:
             yield pytest.param(case, dtype, id=one.id, marks=[] if first else deep)
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_output", "columns", "most"),
+    [
+        ((128, 128), 2, 128, 128),
+        ((256, 256), 2, 0, 128),  # half of the columns fit beside the queries
+        ((128, 64), 2, 64, 64),  # queries have another size
+    ],
+)
+def test_columns_of_output(heads, of_output, columns, most, monkeypatch):
+    monkeypatch.setattr(device, "shared_memory_limit", lambda: 227 << 10)
+    blocks = Blocks(128, 64, num_warps=8, num_stages=2)
+    find = functools.partial(tuning.output_columns, blocks, heads, of_output)
+    assert find() == columns
+    assert find(halves=True) == most
 
 
 @off_hopper

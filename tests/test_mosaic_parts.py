@@ -15,7 +15,7 @@ from tests.lowering import lower_for_gpu
 from tests.mosaic import EVERYTHING, MOSAIC, on_hopper, with_heads
 from tests.tiers import deeply
 
-ROWS, STRIPE = 512, 256  # of a device
+ROWS, STRIPE = 512, 128  # of a device
 
 
 def _of_devices(case: Case, parts: int, head: int | None = None) -> Case:

@@ -130,6 +130,18 @@ def test_heads_together(heads, blocks, programs, most):
     )
 
 
+@pytest.mark.parametrize(("alike", "together"), [(None, 1), (16, 16), (512, 1)])
+def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
+    """Few blocks of a document's keys run at a time: they wait for each other."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    rows = jax.ShapeDtypeStruct((1, 32768, 16, 128), jnp.bfloat16)
+    operands = [Named(rows, ("b0", *axes)) for axes in ("tnh", "skh", "skd")]
+    launch = Launch(Blocks(64, 128, num_warps=8, num_stages=2), None, PLAIN, False)
+    options = {"by_block": True, "blocks_alike": alike}
+    layout = memory.Layout.of("dkv", operands, launch, **options)
+    assert layout.together == together
+
+
 @pytest.mark.parametrize("pairs", [(), ("n", "t", "s"), ("b0", "t", "s")], ids="".join)
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 32])

@@ -73,7 +73,10 @@ def backward(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dkv", operands, launch, by_block=True)
+    alike = tuning.BLOCKS_OF_A_DOCUMENT if spec.is_sparse else None
+    layout = memory.Layout.of(
+        "dkv", operands, launch, by_block=True, blocks_alike=alike
+    )
     of_q, *of_kv = outputs
     sums = tuning.sums_of_dq(spec, layout)
     of_sums = division.partial(of_q, {_SUM: sums} if sums > 1 else {})

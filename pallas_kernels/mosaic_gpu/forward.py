@@ -19,9 +19,10 @@ section 3.2). Warpgroups take turns at this: one computes while another multipli
 (section 3.1).
 
 Shared memory: q [block_q, H], num_stages times k [block_kv, H], v [block_kv, Hv], and o
-[block_q, Hv], where that fits (`tuning.output_apart`): the next queries then come as
-soon as the last product has read these. Else o is written over q. If there is room,
-numbers of two bytes, one for each pair, come by TMA too, [block_q, block_kv] at a time.
+[block_q, Hv] or half of its columns at a time, where that fits
+(`tuning.output_columns`): the next queries then come as soon as the last product has
+read these. Else o is written over q. If there is room, numbers of two bytes, one for
+each pair, come by TMA too, [block_q, block_kv] at a time.
 """
 
 from __future__ import annotations
@@ -79,10 +80,15 @@ def forward(
     width = memory.forward_tiles(layout.size)
     h, d = width["h"], width["d"]
     of_output = outputs[0].dtype
-    o_apart = tuning.output_apart(blocks, (h, d), of_output.itemsize)
     numbers = memory.by_tiles(spec)  # at most one array
     if not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
         numbers = []
+    columns = tuning.output_columns(
+        blocks,
+        (h, d),
+        of_output.itemsize,
+        halves=not numbers and layout.size["d"] == d,
+    )
     turns = support.Turns(computing, warpgroups=computing + 1)
     # From global memory, what keys or pairs have comes while the products are made.
     loads_early = not numbers and any("s" in x.axes for x in jax.tree.leaves(spec))
@@ -152,7 +158,7 @@ def forward(
         def compute():
             plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
             q_tile, q_here = support.copied(refs, "q").at[me], refs["q here"].at[me]
-            of_o = "o" if o_apart else "q"
+            of_o = "o" if columns else "q"
             lse_tile = refs["lse"].at[me]
             nothing = flash2.init([ROWS], 1)
 
@@ -269,7 +275,7 @@ def forward(
 
                 pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
-                q_read = fetch_next if o_apart else lambda: None
+                q_read = fetch_next if columns else lambda: None
                 through = functools.partial(
                     walk, first, count, edges, steps, pairs, q_read
                 )
@@ -291,16 +297,22 @@ def forward(
                     result, log = flash2.finish(
                         state._replace(acc=acc), spec.sink, arithmetic
                     )
-                    result = result * spec.dropout_scale
+                    result = (result * spec.dropout_scale).astype(o.dtype)
                     _wait_until_stored()  # of the last round, from the same tiles
-                    refs[of_o].at[me][...] = result.astype(o.dtype)
                     lse_tile[...] = log
-                    plgpu.commit_smem()
-                    o_tile = support.copied(refs, of_o).at[me]
-                    plgpu.copy_smem_to_gmem(o_tile, o.at(own))
+                    for first_column in range(0, d, columns or d):
+                        part, there = result, o.at(own)
+                        if 0 < columns < d:
+                            here = slice(first_column, first_column + columns)
+                            part, there = part[:, here], there.at[:, here]
+                            _wait_until_stored()
+                        refs[of_o].at[me][...] = part
+                        plgpu.commit_smem()
+                        o_tile = support.copied(refs, of_o).at[me]
+                        plgpu.copy_smem_to_gmem(o_tile, there)
                     plgpu.copy_smem_to_gmem(lse_tile, lse.at(own))
 
-                if not o_apart:
+                if not columns:
                     _wait_until_stored()
                     fetch_next()
                 return first + count, lost
@@ -326,7 +338,9 @@ def forward(
         block={"t": ROWS, "s": keys, **memory.of_tiles(layout.size, width)[1]},
         tiles=width,
         columns="s",
-        scratch=_shared(blocks, layout.size, (h, d), v.dtype, of_output, numbers),
+        scratch=_shared(
+            blocks, layout.size, (h, d), v.dtype, of_output, numbers, columns
+        ),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -345,7 +359,13 @@ def _wait_until_stored() -> None:
 
 
 def _shared(
-    blocks, size, heads: tuple[int, int], dtype, of_output, numbers: list[Named]
+    blocks,
+    size,
+    heads: tuple[int, int],
+    dtype,
+    of_output,
+    numbers: list[Named],
+    columns: int,
 ) -> dict[str, Any]:
     """Tiles and barriers of a program, by name."""
     computing, stages = blocks.block_q // ROWS, blocks.num_stages
@@ -364,9 +384,9 @@ def _shared(
         shape, array = (stages, blocks.block_kv, n), (size["s"], size[head])
         tiles = {name: support.tile(shape, dtype, array=array)}
         refs |= Ring.shared(tiles, stages, readers=computing)
-    if tuning.output_apart(blocks, heads, of_output.itemsize):
+    if columns:
         array = size["t"], size["d"]
         # Parts of float32 rows divide the padded array, which may be narrower.
-        row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else d
-        refs["o"] = support.tile((computing, ROWS, d), of_output, row, array)
+        row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else columns
+        refs["o"] = support.tile((computing, ROWS, columns), of_output, row, array)
     return refs

@@ -167,16 +167,24 @@ class Layout(layout.Layout):
       by_block: whether the tiles of the same block of several heads lie side by side,
         those of the next block after them. Then come the next heads: of blocks of
         queries from the other end, as neighbours then take about equally long.
+      blocks_alike: of keys, how many in succession meet the same queries; None for all.
     """
 
     # A multiprocessor has one program at a time, whose start and end nothing hides: so
     # half of the Triton kernels' number. Reckoned; others have not been timed.
     waves = 4
 
-    def __init__(self, operands, *, by_block: bool = False, **arguments):
+    def __init__(
+        self,
+        operands,
+        *,
+        by_block: bool = False,
+        blocks_alike: int | None = None,
+        **arguments,
+    ):
         super().__init__(operands, **arguments)
         self.tile: Any = None
-        self.together = self._heads_together() if by_block else 1
+        self.together = self._heads_together(blocks_alike) if by_block else 1
 
     def in_order(self, names: list[str], operands) -> list[str]:
         """Those first that arrays of pairs lack: they are read from memory once.
@@ -190,8 +198,9 @@ class Layout(layout.Layout):
         heads = {"n", "k"} if "n" in of_pairs else set()
         return sorted(names, key=lambda name: name in of_pairs | heads)
 
-    def _heads_together(self) -> int:
+    def _heads_together(self, blocks_alike: int | None) -> int:
         ((own, blocks),) = self.num_blocks.items()
+        blocks = min(blocks, blocks_alike or blocks)
         heads, programs = math.prod(self._heads.values()), device.multiprocessors()
         if own == "s":
             # A program waits for the one of the block before. Where few of a head run

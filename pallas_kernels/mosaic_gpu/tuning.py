@@ -58,19 +58,27 @@ def shared_memory(blocks: Blocks, heads: tuple[int, int], of_output: int) -> int
     Args:
       of_output: bytes of an element of the output.
     """
-    apart = output_apart(blocks, heads, of_output)
-    return _at_least(blocks, heads) + apart * blocks.block_q * heads[1] * of_output
+    columns = output_columns(blocks, heads, of_output)
+    return _at_least(blocks, heads) + blocks.block_q * columns * of_output
 
 
-def output_apart(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
-    """Whether a tile of output is not written over its queries.
+def output_columns(
+    blocks: Blocks, heads: tuple[int, int], of_output: int, *, halves: bool = False
+) -> int:
+    """Columns of a tile for output; 0 if output is written over its queries.
 
-    Then the next queries come while it is computed and stored: so it is if it fits, and
-    where the two differ in size.
+    With a tile of its own, the next queries come while output is computed and stored:
+    so it is if that fits, and where the two differ in size.
+
+    Args:
+      halves: whether the tile may have half of the columns, if no more fit.
     """
-    need = _at_least(blocks, heads) + blocks.block_q * heads[1] * of_output
-    differ = heads[0] != heads[1] or of_output > 2
-    return differ or need <= device.shared_memory_limit()
+    room = device.shared_memory_limit() - _at_least(blocks, heads)
+    column = blocks.block_q * of_output
+    if heads[0] != heads[1] or of_output > 2 or column * heads[1] <= room:
+        return heads[1]
+    half = heads[1] // 2
+    return half if halves and half % 64 == 0 and column * half <= room else 0
 
 
 def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
@@ -287,6 +295,11 @@ _UNTIL_ALL_ADD = 0.05
 # more than one for so many rows (NVIDIA H100: 082-sums-of-dq-on-hopper.md).
 _ROWS_OF_A_SUM = 2048
 _MOST_SUMS = 4
+
+
+# Blocks of keys that a document is taken to have in the backward: how long it is, no
+# choice can see (NVIDIA H100: 087-documents-side-by-side.md).
+BLOCKS_OF_A_DOCUMENT = 16
 
 
 def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
