@@ -73,7 +73,7 @@ def backward(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    alike = tuning.BLOCKS_OF_A_DOCUMENT if spec.is_sparse else None
+    alike = tuning.blocks_alike(spec)
     layout = memory.Layout.of(
         "dkv", operands, launch, by_block=True, blocks_alike=alike
     )

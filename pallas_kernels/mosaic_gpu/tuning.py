@@ -297,9 +297,14 @@ _ROWS_OF_A_SUM = 2048
 _MOST_SUMS = 4
 
 
-# Blocks of keys that a document is taken to have in the backward: how long it is, no
-# choice can see (NVIDIA H100: 087-documents-side-by-side.md).
-BLOCKS_OF_A_DOCUMENT = 16
+# Blocks of keys that meet the same queries in documents, whose length no choice can
+# see, and in windows (NVIDIA H100: 087-documents-side-by-side.md).
+_BLOCKS_ALIKE = 16
+
+
+def blocks_alike(spec: AttentionSpec) -> int | None:
+    """How many blocks of keys in succession may meet the same queries; None for all."""
+    return _BLOCKS_ALIKE if spec.is_sparse or spec.is_windowed else None
 
 
 def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
