@@ -297,14 +297,16 @@ _ROWS_OF_A_SUM = 2048
 _MOST_SUMS = 4
 
 
-# Blocks of keys that meet the same queries in documents, whose length no choice can
-# see, and in windows (NVIDIA H100: 087-documents-side-by-side.md).
-_BLOCKS_ALIKE = 16
+# Blocks of keys that a document is taken to have: how long it is, no choice can see.
+# Measured (NVIDIA H100: 087-documents-side-by-side.md); of windows, a part of the rows
+# took 1.4 times as long so, and it is not known why.
+_BLOCKS_OF_A_DOCUMENT = 16
 
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
-    return _BLOCKS_ALIKE if spec.is_sparse or spec.is_windowed else None
+    is_packed = spec.is_sparse and not spec.is_windowed
+    return _BLOCKS_OF_A_DOCUMENT if is_packed else None
 
 
 def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
