@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,15 @@ def test_two_axes(stripes, x64):
         text = str(jax.make_jaxpr(call)(*arrays))
         heads.append("all_to_all" in text)
     assert heads == [True, False, False]
+
+
+def test_gathering_is_permutations(x64):
+    """Of keys and values once around; of each gradient straight to its device."""
+    arrays = operands()
+    for call, count in ((GATHER, 2 * 3), (gradients(GATHER), 2 * 3 + 2 * 3)):
+        text = str(jax.make_jaxpr(call)(*arrays))
+        assert len(re.findall(r" = ppermute\[", text)) == count
+        assert not re.search("all_gather|all_to_all|psum", text)
 
 
 def test_pmap(x64):

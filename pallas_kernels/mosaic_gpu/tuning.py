@@ -298,8 +298,8 @@ _MOST_SUMS = 4
 
 
 # Blocks of keys that a document is taken to have: how long it is, no choice can see.
-# Measured (NVIDIA H100: 071-heads-side-by-side-backward.md). Of windows, a part of the
-# rows took 1.4 times as long so, and it is not known why.
+# Measured (NVIDIA H100: 071-heads-side-by-side-backward.md). Windows of a part of the
+# rows took 1.4 times as long so: the cache did not hold what all those programs read.
 _BLOCKS_OF_A_DOCUMENT = 16
 
 
