@@ -208,8 +208,7 @@ class Layout(layout.Layout):
             parts = math.prod(self.parts.values())
             rows = self.group * self.size["t"]
             most = _CACHED_SUMS // (rows * (6 * self.size["h"] + 2 * self.size["d"]))
-            enough = int(_IN_TURN * programs)
-            return heads_together(heads, blocks * parts, enough, most)
+            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), most)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
         return heads_together(heads, blocks, programs, cached)
