@@ -281,10 +281,8 @@ def _change_of_all(layout: Layout, xs, changes):
     """The transpose sends each device its part of a gradient, and adds in float32."""
     (x,), (change,) = xs, changes
     wide = change.astype(jnp.promote_types(change.dtype, jnp.float32))
-    came = [
-        layout.shifted(wide.astype(change.dtype), by) if by else change
-        for by in range(layout.parts)
-    ]
+    copies = [wide.astype(change.dtype) for _ in range(layout.parts)]
+    came = [layout.shifted(copy, by) if by else copy for by, copy in enumerate(copies)]
     return _of_all(x, layout), _by_sender(came, layout)
 
 
