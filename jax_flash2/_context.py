@@ -20,7 +20,7 @@ from jax import lax
 
 from jax_flash2 import _backends, _ring, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
-from jax_flash2._rows import Context, Layout, layout_of
+from jax_flash2._rows import Context, Layout, copied, layout_of
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
@@ -348,25 +348,25 @@ def _halo(call: Call, layout: Layout) -> Local:
     before, after = min(before, most), min(after, most)
     first = layout.rank() * jnp.int32(rows)
     first_key = jnp.maximum(first - before, 0)
+    earlier, later = (-(-n // max(rows, 1)) for n in (before, after))
+    # What comes: from how many devices before this one, and which of their rows.
+    places = [
+        *((n, max(n * rows - before, 0), rows) for n in range(earlier, 0, -1)),
+        (0, 0, rows),
+        *((-n, 0, min(after - (n - 1) * rows, rows)) for n in range(1, later + 1)),
+    ]
 
     def widened(x: Named) -> Named:
         if "s" not in x.axes:
             return x
         axis = x.axes.index("s")
 
-        def from_device(hops: int, start: int, end: int) -> jax.Array:
-            part = lax.slice_in_dim(x.value, start, end, axis=axis)
+        def from_device(copy: jax.Array, hops: int, start: int, end: int) -> jax.Array:
+            part = lax.slice_in_dim(copy, start, end, axis=axis)
             return layout.shifted(part, hops, around=False) if hops else part
 
-        parts = [
-            from_device(hop, max(rows - (before - (hop - 1) * rows), 0), rows)
-            for hop in range(-(-before // max(rows, 1)), 0, -1)
-        ]
-        parts.append(x.value)
-        parts += [
-            from_device(-hop, 0, min(after - (hop - 1) * rows, rows))
-            for hop in range(1, -(-after // max(rows, 1)) + 1)
-        ]
+        copies = zip(copied(x.value, len(places)), places, strict=True)
+        parts = [from_device(copy, *place) for copy, place in copies]
         # The first devices lack rows before theirs: what comes there goes away.
         padding = [(0, 0)] * x.value.ndim
         padding[axis] = (0, before)

@@ -280,10 +280,17 @@ def _of_all(x: jax.Array, layout: Layout) -> jax.Array:
 def _change_of_all(layout: Layout, xs, changes):
     """The transpose sends each device its part of a gradient, and adds in float32."""
     (x,), (change,) = xs, changes
-    wide = change.astype(jnp.promote_types(change.dtype, jnp.float32))
-    copies = [wide.astype(change.dtype) for _ in range(layout.parts)]
-    came = [layout.shifted(copy, by) if by else copy for by, copy in enumerate(copies)]
+    copies = enumerate(copied(change, layout.parts))
+    came = [layout.shifted(copy, by) if by else copy for by, copy in copies]
     return _of_all(x, layout), _by_sender(came, layout)
+
+
+def copied(x: jax.Array, times: int) -> list[jax.Array]:
+    """The same array so often. Their gradients are added in float32."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return [x] * times
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return [wide.astype(x.dtype) for _ in range(times)]
 
 
 def _by_sender(came: list[jax.Array], layout: Layout) -> jax.Array:

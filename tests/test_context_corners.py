@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_flash2 import Context, attention
-from jax_flash2._rows import layout_of
+from jax_flash2._rows import copied, layout_of
 from tests.cases import INTERPRETED
 from tests.divided import Divided
 from tests.test_context_errors import explained
@@ -76,6 +76,13 @@ def test_gradients_of_gathered_rows_are_summed_in_float32():
     found = jax.jit(gradient)(jnp.ones(devices, jnp.bfloat16), cotangents)
     expected = cotangents.astype(np.float32).sum(0)[:, 0].astype(jnp.bfloat16)
     assert np.all(np.asarray(found) == expected) and np.all(expected > 1)
+
+
+def test_gradients_of_copies_are_added_in_float32():
+    """Of rows that several devices need."""
+    cotangents = [jnp.asarray(x, jnp.bfloat16) for x in (1, 2.0**-8, 2.0**-8)]
+    _, pull = jax.vjp(lambda x: copied(x, 3), jnp.asarray(3, jnp.bfloat16))
+    assert pull(cotangents)[0] == 1 + 2.0**-7
 
 
 def test_parts_of_keys_are_of_the_keys_of_all_devices():
