@@ -19,9 +19,9 @@ MUTANTS = [
         "jax_flash2/_rows.py",
         (
             "gradients of gathered rows summed in their own dtype",
-            "jnp.promote_types(change.dtype, jnp.float32)",
-            "change.dtype",
-            "tests/test_context_corners.py -k gathered_rows",
+            "jnp.promote_types(x.dtype, jnp.float32)",
+            "x.dtype",
+            "tests/test_context_corners.py -k 'gathered_rows or copies'",
         ),
     ),
     *of(
