@@ -33,7 +33,7 @@ VARIANTS = [
     *itertools.product(["causal"], [64, 128], [STRIPE, None], [2]),
     *itertools.product(["plain", "segments", "lengths"], [128], [STRIPE], [3]),
     *itertools.product(["short_window"], [64, 128], [STRIPE, None], [3]),
-    ("head_192_128", None, STRIPE, 2),
+    ("head_192_128", None, 2 * STRIPE, 2),  # of several blocks
     ("everything_served", None, STRIPE, 3),
     ("everything_served", None, None, 2),
 ]

@@ -286,17 +286,6 @@ def warps_that_add(width: Mapping[str, int]) -> int:
     return 2 if 64 < max(width.values()) <= 128 else 1
 
 
-# An addition to dq and the news of it take so much of a tile's time (NVIDIA H200, H100:
-# 071-heads-side-by-side-backward.md).
-_OF_A_TILE = 0.65
-# Part of the time that may pass before all programs have had their first turn.
-_UNTIL_ALL_ADD = 0.05
-# Sums are read once more: of few rows that takes as long as they save. So there are no
-# more than one for so many rows (NVIDIA H100: 082-sums-of-dq-on-hopper.md).
-_ROWS_OF_A_SUM = 2048
-_MOST_SUMS = 4
-
-
 # Blocks of keys that a document is taken to have: how long it is, no choice can see.
 # Measured (NVIDIA H100: 071-heads-side-by-side-backward.md). Windows of a part of the
 # rows took 1.4 times as long so: the cache did not hold what all those programs read.
@@ -307,6 +296,17 @@ def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
     is_packed = spec.is_sparse and not spec.is_windowed
     return _BLOCKS_OF_A_DOCUMENT if is_packed else None
+
+
+# An addition to dq and the news of it take so much of a tile's time (NVIDIA H200, H100:
+# 071-heads-side-by-side-backward.md).
+_OF_A_TILE = 0.65
+# Part of the time that may pass before all programs have had their first turn.
+_UNTIL_ALL_ADD = 0.05
+# Sums are read once more: of few rows that takes as long as they save. So there are no
+# more than one for so many rows (NVIDIA H100: 082-sums-of-dq-on-hopper.md).
+_ROWS_OF_A_SUM = 2048
+_MOST_SUMS = 4
 
 
 def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
