@@ -87,6 +87,15 @@ def _segments(call: Call) -> dict:
     return {"query_segment_ids": ids, "key_value_segment_ids": ids}
 
 
+def _documents_as_mask(call: Call) -> dict:
+    (ids,) = _segments(call)["query_segment_ids"]
+    return {"mask": ids[:, None] == ids}
+
+
+def _lengths(call: Call) -> dict:
+    return {"key_value_seq_lengths": jnp.full(call.batch, call.length * 3 // 4)}
+
+
 def _slopes(call: Call) -> dict:
     return {"alibi_slopes": 2.0 ** -jnp.linspace(1.0, 8.0, call.heads)}
 
@@ -118,6 +127,11 @@ CALLS = {
         1, 16384, 16, 16, 128, _CAUSAL, _segments
     ),
     "mask, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _mask),
+    "mask of 16 documents, 1 x 16384, 16 x 128": Call(
+        1, 16384, 16, 16, 128, _CAUSAL, _documents_as_mask
+    ),
+    "lengths, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _lengths),
+    "lengths, 16 x 1024, 16 x 64": Call(16, 1024, 16, 16, 64, {}, _lengths),
     "bias, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _bias),
     "bias, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, {}, _bias),
     "ALiBi, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _slopes),

@@ -10,6 +10,8 @@ SCHEDULE = "tests/test_schedule.py"
 APART = "tests/test_mosaic_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 OF_BIAS = "tests/test_mosaic_interpreted.py -m '' -k parts_of_a_bias"
+DROPPED = "tests/test_mosaic_interpreted.py -m '' -k dropped_keys"
+WORDS = "tests/test_mosaic_dealt.py -k words"
 CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
 
 MUTANTS = [
@@ -41,9 +43,27 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/forward.py",
         (
             "rows beyond the array among those that leave their range",
-            "flash2.in_range(state, v.dtype) | beyond",
-            "flash2.in_range(state, v.dtype) | (beyond & False)",
-            "tests/test_mosaic_interpreted.py -m '' -k dropped_keys",
+            "jnp.where(in_range | beyond, 0, 1)",
+            "jnp.where(in_range | (beyond & False), 0, 1)",
+            DROPPED,
+        ),
+        (
+            "values of dropped keys meet products in every pass",
+            "cleared = exists if of_pass.clears else None",
+            "cleared = None",
+            DROPPED,
+        ),
+        (
+            "values of dropped keys that a mask names are not cleared",
+            "return below if here.kept is None else below & here.kept",
+            "return below",
+            DROPPED,
+        ),
+        (
+            "the pass that clears has maxima alone",
+            "(drops_keys, peaks), (drops_keys, True)",
+            "(drops_keys, True), (drops_keys, True)",
+            DROPPED,
         ),
         (
             "the next pairs come while these are loaded",
@@ -119,9 +139,21 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/pairwise.py",
         (
             "bits of a mask from the other end",
-            "places.reshape(_EIGHTS",
-            "places[::-1].reshape(_EIGHTS",
-            "tests/test_mosaic_dealt.py -k words",
+            "jnp.arange(BITS, dtype=jnp.uint16)",
+            "jnp.arange(BITS, dtype=jnp.uint16)[::-1]",
+            WORDS,
+        ),
+        (
+            "a block is said to be full if each word keeps a pair",
+            "words.value == FULL",
+            "words.value != 0",
+            WORDS,
+        ),
+        (
+            "a key is kept only if all queries keep it",
+            "lax.reduce(words.value, np.uint16(0), lax.bitwise_or, lost)",
+            "lax.reduce(words.value, np.uint16(FULL), lax.bitwise_and, lost)",
+            WORDS,
         ),
     ),
     *of(

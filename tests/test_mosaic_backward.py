@@ -244,13 +244,22 @@ def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
 
 
 @on_hopper
-@pytest.mark.parametrize("packed", [False, True], ids=["", "segments"])
+@pytest.mark.parametrize(
+    ("packed", "dtype", "head"),
+    [
+        (False, "bfloat16", 64),
+        (True, "bfloat16", 64),
+        (False, "float16", 128),
+        (False, "bfloat16", 256),
+    ],
+)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_padding_never_comes_through(poison, packed, any_size):
+def test_padding_never_comes_through(poison, packed, dtype, head, any_size):
     """What lies beyond the lengths changes no bit of any result."""
-    case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333, h=64, d=64)
-    (q, k, v), _ = case.inputs(jnp.bfloat16)
-    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333)
+    case = with_heads(case, head)
+    (q, k, v), _ = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
     q_lengths = np.int32([300, 121, 16, 0])
     kv_lengths = np.int32([177, 333, 0, 128])
     arguments = {

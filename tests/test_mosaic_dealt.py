@@ -10,7 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core import dropout as core
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import DenseMask
 from pallas_kernels.core.positions import Numbering
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import dropout, pairwise
 
 THREADS = 128
@@ -75,7 +78,7 @@ def test_words_of_masks(name):
     """A thread's words have a bit for each of its pairs, in the order it has them."""
     rows = np.random.default_rng(0).random((64, 128)) < 0.5
     mask = rows if name == "s" else rows.T
-    words = pairwise.in_words(Named(jnp.asarray(mask), ("t", "s")), name).value
+    words = pairwise.Packed.of(Named(jnp.asarray(mask), ("t", "s")), name).value
     words = np.asarray(words if name == "s" else words.T, np.int32)
     pairs = dealt(rows, PRODUCT)  # by two neighbours, of rows r and r + 8 in turn
     for thread in range(THREADS):
@@ -84,3 +87,29 @@ def test_words_of_masks(name):
         bits = own[..., None] >> np.arange(16) & 1
         expected = pairs[thread].reshape(-1, 2, 2).swapaxes(0, 1)
         np.testing.assert_array_equal(bits.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("columns", ["t", "s"])
+@pytest.mark.parametrize("axes", [("t", "s"), ("n", "s", "t"), ("b0", "t", "n", "s")])
+def test_what_words_say_of_a_mask(columns, axes):
+    """The keys and blocks that the mask itself has, but for a last block's `all`."""
+    size = {"b0": 2, "n": 3, "t": 300, "s": 450}
+    shape = [size[a] for a in axes]
+    place = dict(zip(axes, np.indices(shape, sparse=True), strict=True))
+    t, s = place["t"], place["s"]
+    mask = np.random.default_rng(1).random(shape) < 0.5
+    mask = (mask | (t < 64)) & ~((t > 127) & (s < 128)) & (s != 130) & (s != 449)
+    spec = AttentionSpec(Score(1.0), (DenseMask(Named(jnp.asarray(mask), axes)),))
+    (plain,), (packed,) = spec.masks, pairwise.in_words(spec, columns).masks
+    assert packed.mask.shape == mask.shape and packed.mask.dtype == bool
+    kept, expected = packed.kept_keys(), plain.kept_keys()
+    assert kept.axes == expected.axes
+    np.testing.assert_array_equal(kept.value, expected.value)
+    assert np.sum(~kept.value) in (2, 4)
+    found, expected = packed.block_relation(64, 128), plain.block_relation(64, 128)
+    assert found.some.axes == expected.some.axes == found.all.axes
+    np.testing.assert_array_equal(found.some.value, expected.some.value)
+    exact = expected.all.value.at[..., -1, :].set(False).at[..., :, -1].set(False)
+    assert np.any(exact) and np.any(~expected.some.value)
+    assert np.all(found.all.value <= expected.all.value)
+    np.testing.assert_array_equal(found.all.value[..., :-1, :-1], exact[..., :-1, :-1])

@@ -122,11 +122,12 @@ def test_blocks(name, blocks, monkeypatch, record_property):
 
 
 @deep
-def test_dropped_keys_never_come_through(monkeypatch):
+@pytest.mark.parametrize("axes", ["ts", "bs"])
+def test_dropped_keys_never_come_through(axes, monkeypatch):
     """Not where queries beyond the array meet what is not finite, either."""
     mosaic_interpreter.install(monkeypatch)
     case = dataclasses.replace(by_name("plain"), batch=(1,), t=130, s=150, h=64, d=64)
-    check_dropped_keys(case, "ts", np.nan, mosaic_interpreter.evaluate)
+    check_dropped_keys(case, axes, np.nan, mosaic_interpreter.evaluate)
 
 
 @deep

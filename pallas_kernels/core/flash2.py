@@ -184,9 +184,14 @@ def in_range(state: State, dtype) -> jax.Array:
     limit = largest / 2 if narrow else wide
     l = state.total
     good = (m <= 2.0**14) & (l >= 0.5) & (l <= limit)
-    for acc in () if narrow else jax.tree.leaves(state.acc):
-        good &= jnp.sum(jnp.abs(acc), axis=-1) < jnp.inf  # False for NaN
-    return good
+    return good if narrow else good & has_finite_sums(state)
+
+
+def has_finite_sums(state: State) -> jax.Array:
+    """[rows], whether no value that was met is NaN or infinite, kept or not."""
+    leaves = jax.tree.leaves(state.acc)
+    rows = (jnp.sum(jnp.abs(acc), axis=-1) < jnp.inf for acc in leaves)  # not of NaN
+    return functools.reduce(operator.and_, rows)
 
 
 def finite(m: jax.Array) -> jax.Array:

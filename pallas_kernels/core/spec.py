@@ -370,6 +370,12 @@ class AttentionSpec:
         masks = (a.mask.squeezed() for a in self.masks if isinstance(a, DenseMask))
         return any("t" in mask.axes for mask in masks)
 
+    @property
+    def drops_keys(self) -> bool:
+        """Whether kernels know of keys that no query looks at (`with_keys`)."""
+        lengths = (atom for atom in self.masks if isinstance(atom, Lengths))
+        return self.keys is not None or any(x.key_value is not None for x in lengths)
+
     def with_keys(self) -> AttentionSpec:
         """Adds the keys that some query keeps (fields hold `Named`), for kernels.
 

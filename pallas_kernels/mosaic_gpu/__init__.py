@@ -109,8 +109,8 @@ def division(call: Call, /) -> tuple[str, ...]:
 def forward(q, k, v, spec, outputs, *, config, precision):
     """Output and log-sum-exp (`backend.Backend`)."""
     blocks = _blocks(Call(q, k, v, spec, config, precision))
+    spec = pairwise.in_words(spec, "s").with_keys()
     spec = _with_table(spec, blocks, sizes([q, k]))
-    v = spec.without_dropped(spec.without_padding(v))
     launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
 
@@ -177,15 +177,16 @@ def _unit(spec, axes):
 def _of_bias(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
     """Runs the kernel for the gradient of a bias (`passes.score_operand`)."""
     assert kernel == "dbias" and looped == "s" and options.pop("field") == "bias"
-    spec = _with_table(spec, launch.blocks, size)
+    spec = _with_table(pairwise.in_words(spec, "s"), launch.blocks, size)
     return dbias_kernel(q, k, v, spec, saved, *outputs, launch=launch, **options)
 
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v, of a bias of pairs and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
-    q, k, v, do = map(spec.without_padding, (q, k, v, saved[2]))
-    k, v = map(spec.without_dropped, (k, v))
+    transposed = pairwise.in_words(spec, "t")
+    q, do = map(spec.without_padding, (q, saved[2]))
+    cleared = [transposed.without_dropped(spec.without_padding(x)) for x in (k, v)]
     o, lse, _, dlse = saved
     delta = passes.delta(o, lse, do, dlse)
     # With a bias, rows of zeros beyond the array have scores of any size.
@@ -194,22 +195,26 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     call = Call(q, k, v, spec, config, precision)
     launch = _backward_launch(call)
     assert launch is not None  # else `other_backward`
-    operands = q, k, v, spec, (padded, delta, do)
+    rows = padded, delta, do
     if tuning.makes_dq_apart(call.size):
         of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART, splits=1)
-        tabled = _with_table(spec, of_dq.blocks, call.size)
-        dq = dq_kernel(q, k, v, tabled, operands[-1], of_q, launch=of_dq)
-        gradients = [dq, *dkv_kernel(*operands, (of_k, of_v), launch=launch)]
+        tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
+        dq = dq_kernel(q, *cleared, tabled, rows, of_q, launch=of_dq)
+        outputs = of_k, of_v
+        of_keys = dkv_kernel(q, *cleared, transposed, rows, outputs, launch=launch)
+        gradients = [dq, *of_keys]
     else:
         wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
         outputs = wide, of_k, of_v
-        dq, *of_keys = backward_kernel(*operands, outputs, launch=launch)
+        keyed = transposed.with_keys()
+        dq, *of_keys = backward_kernel(q, k, v, keyed, rows, outputs, launch=launch)
         axes = [None if a == "h" else a for a in of_q.axes]
         dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
         gradients = [dq.astype(of_q.dtype), *of_keys]
     if len(rest) > (sink is not None):
         of_bias = functools.partial(_of_bias, _dbias_launch(call), call.size)
-        gradients.append(passes.score_operand(of_bias, *operands, rest[0], "bias"))
+        bias = passes.score_operand(of_bias, q, *cleared, spec, rows, rest[0], "bias")
+        gradients.append(bias)
     if sink is not None:
         gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
     return gradients

@@ -23,6 +23,7 @@ Of heads above 128 there is one tile of dz and one of dq. Heads are as wide as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch, Rows, load_tree
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropped, memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -67,7 +68,8 @@ def backward(
     these (`AttentionSpec.is_part`) they are 0.
 
     Args:
-      q, k, v, spec, launch: as in the forward; 0 lies beyond the spec's lengths.
+      q, k, v, spec, launch: as in the forward; queries and do are 0 beyond the spec's
+        lengths.
       saved: lse_log2 and delta (axis `t` among others), and do (`t d`).
       outputs: shape structs of dq, in float32, dk and dv.
     """
@@ -90,13 +92,14 @@ def backward(
     early = tuning.waits_early(width, spec)
     dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     together = computing + 2  # a named barrier
-    visits = visits_of(spec, layout)
+    visits, drops_keys = visits_of(spec, layout), spec.drops_keys
 
     def kernel(inputs, outputs, refs):
         q, k, v, spec, (lse_log2, delta, do), visits = inputs
         dq, dk, dv = outputs
         me = lax.axis_index("warpgroup")
         ring = Ring(refs, blocks.num_stages)
+        kept_keys, spec = spec.keys, dataclasses.replace(spec, keys=None)
         spec, where = program.key_program(program.with_end(spec, layout), layout)
         tiles = Tiles.of(spec, where, layout, visits)
         every = plgpu.SemaphoreType.REGULAR((tiles.all_sums * sums,))
@@ -210,14 +213,14 @@ def backward(
                     ring.wait("do", tile)
                     issue_dp(dp_sum)
                     pairs, again = recomputed()
-                    dropped = again.dropped
+                    p = again.dropped
                     change = pairs.along(vector("delta", tile), "t")
                     if early:
                         # The compiler moves nothing across this branch: exponents are
                         # made while the product runs, and not after it.
                         next_queries()
                     dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    return dropped, again.dz(dp, change)
+                    return p, again.dz(dp, change)
 
                 def one_by_one(dp_sum):
                     """dz, in fewer registers: of a rounded p, whose product runs."""
@@ -279,6 +282,10 @@ def backward(
                 return dk_sum[...], dv_sum[...]
 
             plgpu.barrier_wait(refs["own here"])
+            if drops_keys:
+                looked_at = dropped.looked_at(spec, kept_keys, own, layout.size["s"])
+                for name in ("k", "v"):
+                    dropped.clear(refs[name].at[0, mine], looked_at)
             sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.
@@ -312,7 +319,6 @@ def backward(
         results,
         block={"t": rows, "s": ROWS, **wider},
         tiles=width,
-        columns="t",
         scratch=_shared(blocks, layout.size, width, elements, ahead, q.dtype),
         warpgroups=computing + 1,
         name="flash2_backward",

@@ -183,7 +183,6 @@ def dbias(
         (division.partial(output, layout.parts),),
         block={"t": ROWS, "s": keys, **wider},
         tiles=width,
-        columns="s",
         scratch=scratch,
         warpgroups=computing + 1,
         name="flash2_dbias",

@@ -200,7 +200,6 @@ def dkv(
         results,
         block={"t": rows, "s": keys, **wider},
         tiles=width,
-        columns="t",
         scratch=_shared(blocks, width, elements, q.dtype, wide),
         warpgroups=_COMPUTING + 1,
         name="flash2_dkv",

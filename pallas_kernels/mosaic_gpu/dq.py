@@ -180,7 +180,6 @@ def dq(
         (output,),
         block={"t": ROWS, "s": keys, **wider},
         tiles=width,
-        columns="s",
         scratch=tiles,
         warpgroups=computing + 1,
         name="flash2_dq",

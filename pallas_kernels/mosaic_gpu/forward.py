@@ -9,9 +9,11 @@ it brings keys and values by TMA into a ring of tiles in shared memory, in the o
 First come the blocks in which pairs may be masked, or one, with `flash2.update`, then
 all the others with the maximum as it is (`flash2.accumulate`). A mask with an element
 for each pair may mask some pairs of any block: then only the first block has that.
-Where a row was not in its range, its warpgroup has lost the round and stores nothing:
-after the last round, the program goes through the lost ones once more, with maxima
-alone.
+Where a row was not in its range, its warpgroup stores nothing: after the last round,
+the program goes through the rounds that are left in another pass, with maxima alone.
+Values of padding, or of keys that no query keeps, may be NaN, and 0 times NaN is NaN.
+Where such keys may be and a sum is not finite, a pass comes before that one, which puts
+zeros in their place.
 
 A step issues the products of the next keys, then those of the last probabilities with
 their values, and computes the next probabilities while the second run (Shah 2024,
@@ -27,6 +29,7 @@ each pair, come by TMA too, [block_q, block_kv] at a time.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -43,12 +46,25 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropped, memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A way through rounds.
+
+    Attributes:
+      clears: whether values of keys that no query looks at are made 0.
+      has_all_steps: whether all blocks have a running maximum.
+    """
+
+    clears: bool
+    has_all_steps: bool
 
 
 def forward(
@@ -94,6 +110,9 @@ def forward(
     loads_early = not numbers and any("s" in x.axes for x in jax.tree.leaves(spec))
     # Where all blocks may have masked pairs, they would all have a running maximum.
     few_steps = spec.has_mask_of_pairs and not spec.peaks_inside
+    peaks, drops_keys = spec.peaks_inside, spec.drops_keys
+    ways = (False, peaks), (drops_keys, peaks), (drops_keys, True)
+    passes = [_Pass(*way) for way in dict.fromkeys(ways)]
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -108,30 +127,32 @@ def forward(
             tile = schedule.tile(number, r)
             return program.query_start(all_spec, layout.at_tile(tile))
 
-        def keys_of(tile, again):
+        def keys_of(tile, own: _Pass):
             spec, where, start = tile
             needed = program.key_blocks(spec, where, layout, start)
             needed = needed.with_an_edge(1).with_a_block()
-            if again or all_spec.peaks_inside:
+            if own.has_all_steps:
                 needed = needed.all_edges()
             return needed, jnp.int32(needed.count)
 
         def keys_at(where, block):
             return {**where, "s": Rows(block * keys, keys)}
 
-        def lost_rounds():
-            """Those that a warpgroup lost, when all have been through all rounds."""
-            plgpu.barrier_wait(refs["walked"])
-            each = (refs["lost"][i] for i in range(computing))
+        def rounds_of(number):
+            """Of a pass: all, or what warpgroups have left, when all are through."""
+            if number == 0:
+                return rounds
+            plgpu.barrier_wait(refs["walked"].at[number - 1])
+            each = (refs["left"][number - 1, i] for i in range(computing))
             return functools.reduce(operator.or_, each)
 
         @pl.when(me == computing)
         def load():
             plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
 
-            def visit(again, r, first):
+            def visit(own: _Pass, r, first):
                 tile = tile_of(r)
-                needed, count = keys_of(tile, again)
+                needed, count = keys_of(tile, own)
 
                 @pl.loop(0, count)
                 def _(i):
@@ -146,13 +167,10 @@ def forward(
 
                 return first + count
 
-            once, again = (functools.partial(visit, x) for x in (False, True))
-            first = schedule.fold(rounds, once, jnp.int32(0))
-            lost = lost_rounds()
-
-            @pl.when(lost != 0)
-            def _():
-                schedule.fold(lost, again, first)
+            first = jnp.int32(0)
+            for number, own in enumerate(passes):
+                through = functools.partial(visit, own)
+                first = schedule.fold(rounds_of(number), through, first)
 
         @pl.when(me < computing)
         def compute():
@@ -189,20 +207,29 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(first, count, edges, steps, pairs, q_read, acc):
+            def walk(first, count, edges, steps, pairs, looked_at, q_read, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
                 Args:
                   edges: how many of the `count` blocks may have masked pairs.
                   steps: how many of these have a running maximum.
                   pairs: of whether they may, and the tile's number.
+                  looked_at: of a tile's number, at which of its keys; None where values
+                    are taken as they are.
                   q_read: called when no more products read q.
                 """
                 last = first + count - 1
 
                 def add(i, p):
-                    ring.wait("v", i)
+                    if looked_at is None:
+                        ring.wait("v", i)
                     plgpu.wgmma(acc, p, ring.tile("v", i))
+
+                def before_products(i):
+                    """The values of tile i are ready for `add`."""
+                    if looked_at is not None:
+                        ring.wait("v", i)
+                        dropped.clear(ring.tile("v", i), looked_at(i))
 
                 def added(i):
                     plgpu.wgmma_wait(0)
@@ -219,6 +246,7 @@ def forward(
                 def edge(i, state):
                     i = support.unknown(i)
                     m, total, p = state
+                    before_products(i - 1)
                     found, left = scores(True, i, lambda: add(i - 1, p))
                     m, alpha, p = flash2.update(m, found, arithmetic)
                     added(i - 1)
@@ -229,6 +257,7 @@ def forward(
                 def other(masked, shift, i, state):
                     i = support.unknown(i)
                     total, p = state
+                    before_products(i - 1)
                     found, left = scores(masked, i, lambda: add(i - 1, p))
                     p = flash2.probabilities(found, along(shift, keys), arithmetic)
                     total = flash2.add_row_sums(total, p)
@@ -246,17 +275,19 @@ def forward(
                 full = functools.partial(other, False, shift)
                 total, p = lax.fori_loop(first + edges, last + 1, full, state)
                 q_read()
+                before_products(last)
                 add(last, p)
                 added(last)
                 return flash2.State(m, total, acc[...])
 
-            def visit(again, chosen, r, state):
-                """One round, of those in `chosen`; the rounds lost are in the state."""
-                first, lost = state
+            def visit(of_pass: _Pass, chosen, r, state):
+                """One round, of those in `chosen`; the rounds left are in the state."""
+                first, left = state
                 tile = spec, where, start = tile_of(r)
-                needed, count = keys_of(tile, again)
+                needed, count = keys_of(tile, of_pass)
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
-                steps = jnp.int32(1) if few_steps and not again else edges
+                all_steps = of_pass.has_all_steps or not few_steps
+                steps = edges if all_steps else jnp.int32(1)
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
@@ -270,24 +301,34 @@ def forward(
                     own_ring.release("pairs", place, loaded=True)
                     return found
 
+                def looked_at(i):
+                    here = keys_at(own, needed.at(i - first)[1])
+                    return dropped.looked_at(
+                        spec, all_spec.keys, here, layout.size["s"]
+                    )
+
                 def fetch_next():
                     pl.when(has_next(chosen, r))(lambda: fetch_q(r + 1))
 
                 pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if columns else lambda: None
+                cleared = looked_at if of_pass.clears else None
                 through = functools.partial(
-                    walk, first, count, edges, steps, pairs, q_read
+                    walk, first, count, edges, steps, pairs, cleared, q_read
                 )
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
-                if again:
-                    good = has(lost, r)
-                else:
+                good = has(left, r)
+                if of_pass != passes[-1]:
                     beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
-                    is_good = flash2.in_range(state, v.dtype) | beyond
-                    out = jnp.where(is_good, 0, 1)
-                    good = (support.anywhere(me, out) == 0) | (steps == count)
-                    lost = lost | (1 - good.astype(jnp.int32)) << r
+                    in_range = flash2.in_range(state, v.dtype)
+                    out = jnp.where(in_range | beyond, 0, 1)
+                    out *= (steps != count).astype(jnp.int32)
+                    if drops_keys:
+                        finite = flash2.has_finite_sums(state)
+                        out |= jnp.where(finite | beyond, 0, 1)
+                    good &= support.anywhere(me, out) == 0
+                left &= ~(good.astype(jnp.int32) << r)
 
                 @pl.when(good)
                 def store():
@@ -315,18 +356,17 @@ def forward(
                 if not columns:
                     _wait_until_stored()
                     fetch_next()
-                return first + count, lost
+                return first + count, left
 
             turns.start(me)
-            once = functools.partial(visit, False, rounds)
-            state = schedule.fold(rounds, once, (jnp.int32(0), jnp.int32(0)))
-            refs["lost"][me] = state[1]
-            plgpu.barrier_arrive(refs["walked"])
-            lost = lost_rounds()
-
-            @pl.when(lost != 0)
-            def _():
-                schedule.fold(lost, functools.partial(visit, True, lost), state)
+            state = jnp.int32(0), rounds
+            for number, own in enumerate(passes):
+                if number > 0:
+                    refs["left"][number - 1, me] = state[1]
+                    plgpu.barrier_arrive(refs["walked"].at[number - 1])
+                chosen = rounds_of(number)
+                through = functools.partial(visit, own, chosen)
+                state = schedule.fold(chosen, through, state)
 
             _wait_until_stored()
 
@@ -337,10 +377,10 @@ def forward(
         outputs,
         block={"t": ROWS, "s": keys, **memory.of_tiles(layout.size, width)[1]},
         tiles=width,
-        columns="s",
         scratch=_shared(
             blocks, layout.size, (h, d), v.dtype, of_output, numbers, columns
-        ),
+        )
+        | _between(len(passes), computing),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -373,9 +413,7 @@ def _shared(
     refs = {
         "q": support.tile((computing, ROWS, h), dtype, array=(size["t"], size["h"])),
         "lse": plgpu.SMEM((computing, ROWS), _F32),
-        "lost": plgpu.SMEM((computing,), jnp.int32),
         "q here": plgpu.Barrier(num_barriers=computing),
-        "walked": plgpu.Barrier(num_barriers=(), num_arrivals=computing),
     }
     for pairs in numbers:
         tile = support.tile((computing, ROWS, blocks.block_kv), pairs.dtype)
@@ -390,3 +428,12 @@ def _shared(
         row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else columns
         refs["o"] = support.tile((computing, ROWS, columns), of_output, row, array)
     return refs
+
+
+def _between(passes: int, warpgroups: int) -> dict[str, Any]:
+    """What one pass leaves to the next, and barriers for all to be through."""
+    count = max(passes - 1, 1)
+    return {
+        "left": plgpu.SMEM((count, warpgroups), jnp.int32),
+        "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),
+    }

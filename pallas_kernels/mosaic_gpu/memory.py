@@ -102,9 +102,9 @@ class View(layout.View):
         transposed = order == ("s", "t")
         if not self.boolean:
             return pairwise.load(self.at(where), shape, transposed=transposed)
-        name, columns = order[1], pairwise.COLUMNS // pairwise.WORDS
-        start = lax.div(where[name].start, jnp.int32(columns))
-        words = self.at({**where, name: Rows(start, shape[1] // columns)})
+        name, bits = order[1], pairwise.BITS
+        start = lax.div(where[name].start, jnp.int32(bits))
+        words = self.at({**where, name: Rows(start, shape[1] // bits)})
         return pairwise.load_words(words, shape, transposed=transposed)
 
 
@@ -269,23 +269,19 @@ def _is_boolean(x: Named) -> bool:
     return x.dtype == jnp.bool_
 
 
-def _as_loaded(x: Named, block: Mapping[str, int], columns: str) -> Named:
-    """An operand as kernels take it.
-
-    Args:
-      columns: rows of `t` or `s` that are the columns of blocks of pairs.
-    """
+def _as_loaded(x: Named, block: Mapping[str, int]) -> Named:
+    """An operand as kernels take it."""
     fill = x.fill if isinstance(x, Filled) else 0
     x = x.squeezed()
-    if not _is_boolean(x):
-        if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
-            x = Named(x.value.astype(jnp.bfloat16), x.axes)
-        return _as_copied(x, block, fill)
     # Beyond the array, too, queries have keys: none has to be computed again.
-    x = _as_copied(x, block, fill=True)
-    if {"t", "s"} <= set(x.axes):
-        return pairwise.in_words(x, columns)
-    return Named(x.value.astype(jnp.int32), x.axes)
+    if isinstance(x, pairwise.Packed):
+        columns = block[x.columns] // pairwise.BITS
+        return _as_copied(x.words, {**block, x.columns: columns}, pairwise.FULL)
+    if _is_boolean(x):
+        return _as_copied(Named(x.value.astype(jnp.int32), x.axes), block, fill=1)
+    if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
+        x = Named(x.value.astype(jnp.bfloat16), x.axes)
+    return _as_copied(x, block, fill)
 
 
 def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
@@ -388,7 +384,6 @@ def call(
     outputs: tuple[Named, ...],
     *,
     block: Mapping[str, int],
-    columns: str,
     scratch,
     warpgroups: int,
     name: str,
@@ -401,7 +396,6 @@ def call(
       inputs: a tree of `Named` arrays.
       outputs: shape structs.
       block: of every `View`.
-      columns: `t` or `s`, as for blocks of pairs.
       scratch: a tree of shared memory and barriers.
       warpgroups: of a program.
       name: of the kernel in profiles.
@@ -411,7 +405,7 @@ def call(
     leaves, tree = jax.tree.flatten(inputs)
     boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
     sizes = {**grid.rows, **tiles}
-    operands = [_as_loaded(x, sizes, columns) for x in leaves]
+    operands = [_as_loaded(x, sizes) for x in leaves]
     results = [_as_copied(x, sizes) for x in outputs]
     shared, shared_tree = jax.tree.flatten(
         scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier)

@@ -8,11 +8,13 @@ one of a transposed block, of a mask 16 bits at once, for those of its pairs tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,31 +22,114 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import DenseMask, Relation
+from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import support
 
 # A row of a result of products is dealt to four threads, two neighbours each in turn.
 # So of 64 columns a thread has 16, whose bits of a mask are one word.
 WORDS, COLUMNS = 4, 64
 _EIGHTS, _NEIGHBOURS = 8, 2
+BITS = _EIGHTS * _NEIGHBOURS
+FULL = 0xFFFF  # a word whose pairs are all kept
 _GLOBAL = 1  # the address space
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def in_words(x: Named, name: str) -> Named:
-    """A mask with a bit for each element along axis `name`, a multiple of 64.
+@dataclasses.dataclass(frozen=True)
+class Packed(Named):
+    """A mask of pairs, as which it counts, whose value has a bit for each.
 
-    Word 4 * i + n has bit 2 * j + e for element 64 * i + 8 * j + 2 * n + e.
+    Attributes:
+      value: uint16. Along axis `columns` word 4 * i + n has bit 2 * j + e for element
+        64 * i + 8 * j + 2 * n + e, which is 0 beyond the last.
+      columns: `t` or `s`.
+      size: elements along it.
     """
-    axis = x.axes.index(name)
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    count = x.shape[axis] // COLUMNS
-    bits = x.value.reshape(*before, count, _EIGHTS, WORDS, _NEIGHBOURS, *after)
-    places = jnp.arange(COLUMNS // WORDS, dtype=jnp.uint16)
-    places = places.reshape(_EIGHTS, 1, _NEIGHBOURS, *[1] * len(after))
-    words = jnp.sum(
-        bits.astype(jnp.uint16) << places, (axis + 1, axis + 3), dtype=jnp.uint16
-    )
-    return Named(words.reshape(*before, count * WORDS, *after), x.axes)
+
+    columns: str
+    size: int
+
+    @classmethod
+    def of(cls, x: Named, columns: str) -> Packed:
+        """Of a boolean array without broadcast axes."""
+        axis = x.axes.index(columns)
+        before, (size, *after) = x.shape[:axis], x.shape[axis:]
+        pad = [(0, 0)] * len(x.axes)
+        pad[axis] = (0, -size % COLUMNS)
+        bits = jnp.pad(x.value, pad)
+        bits = bits.reshape(*before, -1, _EIGHTS, WORDS, _NEIGHBOURS, *after)
+        summed = axis + 1, axis + 3
+        bits = bits.astype(jnp.uint16) << _places(bits.ndim, summed)
+        words = jnp.sum(bits, summed, dtype=jnp.uint16)
+        return cls(words.reshape(*before, -1, *after), x.axes, columns, size)
+
+    @property
+    def words(self) -> Named:
+        return Named(self.value, self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = zip(self.axes, self.value.shape, strict=True)
+        return tuple(self.size if a == self.columns else n for a, n in shape)
+
+    @property
+    def dtype(self):
+        return jnp.dtype(jnp.bool_)
+
+    def squeezed(self) -> Packed:
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedMask(DenseMask):
+    """A mask that is `Packed`. What is asked of it is found from its words.
+
+    They are an eighth of its bytes, and it may be asked three times for each kernel.
+    """
+
+    def kept_keys(self) -> Named:
+        words = self.mask.words
+        if self.mask.columns == "t":
+            return DenseMask(words).kept_keys()
+        lost = tuple(i for i, name in enumerate(words.axes) if name in ("n", "t"))
+        any_of = lax.reduce(words.value, np.uint16(0), lax.bitwise_or, lost)
+        bits = any_of.reshape(*any_of.shape[:-1], -1, 1, WORDS, 1)
+        bits = bits >> _places(bits.ndim, (bits.ndim - 3, bits.ndim - 1)) & 1
+        kept = bits.reshape(*any_of.shape[:-1], -1)[..., : self.mask.size] == 1
+        return Named(kept, tuple(a for a in words.axes if a not in ("n", "t")))
+
+    def block_relation(self, block_q: int, block_kv: int) -> Relation:
+        blocks = {"t": block_q, "s": block_kv}
+        blocks[self.mask.columns] //= BITS
+        words = self.mask.words
+        full = Named(words.value == FULL, words.axes)
+        some = DenseMask(words).block_relation(*blocks.values()).some
+        return Relation(some, DenseMask(full).block_relation(*blocks.values()).all)
+
+
+def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:
+    """The spec with its masks of pairs in words, for a kernel (fields hold `Named`).
+
+    Args:
+      columns: rows of `t` or `s` that are the columns of the kernel's blocks.
+    """
+
+    def packed(atom):
+        if not isinstance(atom, DenseMask):
+            return atom
+        mask = atom.mask.squeezed()
+        of_pairs = {"t", "s"} <= set(mask.axes)
+        return PackedMask(Packed.of(mask, columns)) if of_pairs else atom
+
+    return dataclasses.replace(spec, masks=tuple(map(packed, spec.masks)))
+
+
+def _places(ndim: int, axes: tuple[int, int]) -> jax.Array:
+    """Bits of a word, along two of so many axes: of eight columns, two neighbours."""
+    places = jnp.arange(BITS, dtype=jnp.uint16).reshape(_EIGHTS, _NEIGHBOURS)
+    return jnp.expand_dims(places, [i for i in range(ndim) if i not in axes])
 
 
 def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:

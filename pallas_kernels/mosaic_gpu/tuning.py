@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
 from pallas_kernels.mosaic_gpu import memory
@@ -287,15 +288,18 @@ def warps_that_add(width: Mapping[str, int]) -> int:
 
 
 # Blocks of keys that a document is taken to have: how long it is, no choice can see.
-# Measured (NVIDIA H100: 071-heads-side-by-side-backward.md). Windows of a part of the
-# rows took 1.4 times as long so: the cache did not hold what all those programs read.
+# Measured, for windows, too (NVIDIA H100: 071-heads-side-by-side-backward.md). Windows
+# of a part of the rows took 1.4 times as long so: programs that do not keep step read
+# more than the cache holds.
 _BLOCKS_OF_A_DOCUMENT = 16
 
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
+    has_all_rows = spec.offset is None and spec.query_rows == spec.key_rows == ALL_ROWS
     is_packed = spec.is_sparse and not spec.is_windowed
-    return _BLOCKS_OF_A_DOCUMENT if is_packed else None
+    is_short = spec.is_windowed and has_all_rows
+    return _BLOCKS_OF_A_DOCUMENT if is_packed or is_short else None
 
 
 # An addition to dq and the news of it take so much of a tile's time (NVIDIA H200, H100:

@@ -1,0 +1,47 @@
+"""Keys that no query looks at: padding, and what a mask drops for all queries.
+
+They meet products, whose results count for nothing: but 0 times NaN is NaN. Such rows
+become zeros in shared memory, since to copy all keys and values before takes longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.mosaic_gpu import memory, support
+
+
+def looked_at(
+    spec: AttentionSpec, keys: memory.View | None, where: dict[str, Any], size: int
+) -> jax.Array:
+    """[rows], which keys of a block some query may look at.
+
+    Args:
+      spec: with its lengths loaded.
+      keys: which ones a mask keeps for some query (`AttentionSpec.keys`).
+      where: the block lies.
+      size: how many keys there are.
+    """
+    rows = where["s"]
+    numbers = rows.start + support.numbers_along(0, rows.size)
+    below = numbers < spec.kv_limit(size)
+    return below if keys is None else below & keys.load(("s",), where)
+
+
+def clear(tile, kept: jax.Array) -> None:
+    """Writes zeros to rows of a tile in shared memory, for this warpgroup's products.
+
+    Others may do the same at the same time.
+
+    Args:
+      kept: [rows], which ones stay as they are.
+    """
+    x = support.load_tile(tile)
+    kept = support.ARITHMETIC.along(kept, -2, x.shape)
+    tile[...] = jnp.where(kept, x, jnp.zeros_like(x))
+    plgpu.commit_smem()
