@@ -10,10 +10,11 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu import memory, tuning
 from pallas_kernels.mosaic_gpu.schedule import (
     MOST_ROUNDS,
     Schedule,
@@ -140,6 +141,23 @@ def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
     options = {"by_block": True, "blocks_alike": alike}
     layout = memory.Layout.of("dkv", operands, launch, **options)
     assert layout.together == together
+
+
+def test_windows_of_all_rows_lie_side_by_side():
+    """Not those of a part, whose programs do not keep step."""
+
+    def alike(*masks, **more):
+        return tuning.blocks_alike(AttentionSpec(Score(1.0), masks, **more))
+
+    window, causal = Window(100, 0), Window(None, 0)
+    ids = SegmentIds(*(Named(jnp.zeros(9, jnp.int32), (a,)) for a in "ts"))
+    part = Numbering(jnp.int32(3))
+    assert alike(window) == alike(window, ids) == alike(ids, causal) == 16
+    assert alike(ids, causal, query_rows=part, key_rows=part) == 16
+    assert alike(causal) is alike(causal, query_rows=part, key_rows=part) is None
+    assert alike(window, offset=Named(jnp.int32(5), ())) is None
+    for rows in (part, Numbering(stripe=64, parts=2)):
+        assert alike(window, query_rows=rows, key_rows=rows) is None
 
 
 @pytest.mark.parametrize("pairs", [(), ("n", "t", "s"), ("b0", "t", "s")], ids="".join)

@@ -169,6 +169,13 @@ class AttentionSpec:
         windows = self._windows
         return side(w.left for w in windows), side(w.right for w in windows)
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether row 0 of queries and of keys are where all begin."""
+        rows = self.query_rows, self.key_rows
+        begins = all(x.first is None and x.stripe is None for x in rows)
+        return begins and self.offset is None
+
     def mean_keys(self, kv_size: int) -> int:
         """About how many keys a query looks at, as far as is known without data.
 

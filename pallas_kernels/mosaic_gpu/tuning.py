@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
 from pallas_kernels.mosaic_gpu import memory
@@ -296,10 +295,8 @@ _BLOCKS_OF_A_DOCUMENT = 16
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
-    has_all_rows = spec.offset is None and spec.query_rows == spec.key_rows == ALL_ROWS
-    is_packed = spec.is_sparse and not spec.is_windowed
-    is_short = spec.is_windowed and has_all_rows
-    return _BLOCKS_OF_A_DOCUMENT if is_packed or is_short else None
+    is_short = spec.has_all_rows if spec.is_windowed else spec.is_sparse
+    return _BLOCKS_OF_A_DOCUMENT if is_short else None
 
 
 # An addition to dq and the news of it take so much of a tile's time (NVIDIA H200, H100:
