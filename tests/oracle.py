@@ -146,8 +146,9 @@ def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.nd
 def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
     """What dropout multiplies each probability by, [*B, N, T, S]: 0, or 1 / (1 - rate).
 
-    Philox 2x32 with 7 rounds (Salmon et al. 2011) gives 64 bits for the four pairs of
-    query rows r, r + 8 and key rows r, r + 8 of blocks of sixteen.
+    Philox 2x32 with 7 rounds (Salmon et al. 2011) gives two words: for query rows r and
+    r + 8 of sixteen, and each for key rows c, c + 8, c + 16 and c + 24 of thirty-two.
+    These take the bytes (3, 2) and (2, 1) of the word x, and of x (2**16 + 1).
     """
     rate = arguments.get("dropout_rate", 0.0)
     if not rate:
@@ -159,18 +160,19 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
     key, tweak = np.asarray(words, np.uint64)[..., None, None]
     low = np.uint64(0xFFFFFFFF)
 
-    def pair_and_half(size):
+    def group_and_place(size, count):
         rows = np.arange(size, dtype=np.uint64)
-        return rows // 16 * 8 + rows % 8, rows // 8 % 2
+        return rows // (8 * count) * 8 + rows % 8, rows // 8 % count
 
-    (rows, row_half), (columns, column_half) = map(pair_and_half, (t, s))
+    (rows, row_place), (columns, place) = group_and_place(t, 2), group_and_place(s, 4)
     x0, x1 = columns + 0 * key, rows[:, None] ^ tweak
     for _ in range(7):
         product = x0 * np.uint64(0xD256D193)
         x0, x1 = (product >> np.uint64(32)) ^ key ^ x1, product & low
         key = (key + np.uint64(0x9E3779B9)) & low
-    word = np.where(row_half[:, None] == 1, x1, x0)
-    bits = np.where(column_half == 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
+    word = np.where(row_place[:, None] == 1, x1, x0)
+    word = np.where(place < 2, word, word * np.uint64(2**16 + 1))
+    bits = word >> np.where(place % 2 == 0, 16, 8).astype(np.uint64) & np.uint64(0xFFFF)
     return np.where(bits < threshold, 2**16 / threshold, 0.0)
 
 

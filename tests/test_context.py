@@ -15,9 +15,9 @@ from tests.tiers import deep, deeply
 
 # Compiled kernels have larger blocks.
 SCALE = 8 if ON_GPU else 1
-STRIPE = 16 * SCALE
+STRIPE = 32 * SCALE
 # Devices, and the rows of each: some have rows that no key of a length is left for.
-PARTS = {1: 48 * SCALE, 2: 48 * SCALE, 3: 32 * SCALE, 8: 32 * SCALE}
+PARTS = {1: 96 * SCALE, 2: 96 * SCALE, 3: 64 * SCALE, 8: 64 * SCALE}
 METHODS = ("ring", "gather", "heads", "halo")
 LAYOUTS = (None, STRIPE)
 

@@ -132,7 +132,7 @@ def test_methods_that_cannot_serve_name_one_that_can():
     odd = Divided(Context("x", None, "ring"), (4,))
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
     message = refused(odd, rows=96, **dropout)
-    assert "dropout needs multiples of 16 rows of a device, got 24" in message
+    assert "dropout needs multiples of 32 rows of a device, got 24" in message
     assert "method='heads' can" in message
 
 

@@ -49,25 +49,29 @@ def _wide_product(a: np.ndarray, b: np.uint32):
 
 @pytest.mark.parametrize("order", [("t", "s"), ("s", "t")])
 @pytest.mark.parametrize("striped", [False, True])
-def test_bits_of_threads(order, striped):
-    """The bits of every other backend, and each call of the cipher once."""
-    rows = dict(zip(order, ((128, 64), (64, 96)), strict=True))
+@pytest.mark.parametrize("columns", [96, 80])
+def test_bits_of_threads(order, striped, columns):
+    """The bits of every other backend, made of as few calls of the cipher."""
+    rows = dict(zip(order, ((128, 64), (64, columns)), strict=True))
     numbering = Numbering(jnp.int32(32), stripe=32, parts=3) if striped else Numbering()
-    numberings = {"t": numbering, "s": Numbering()}
+    numberings = dict.fromkeys("ts", numbering)
     seed = np.uint32([[123456789], [987654321]])
     own = core.Dropout(tuple(jnp.uint32(x[0]) for x in seed), 1 << 15)
     whole = own.bits(rows, numberings, order, PLAIN)
 
+    count = core.rows_of_calls(rows, order)
+    assert count == {"t": 2, "s": 4 if order[0] == "t" and columns == 96 else 2}
     vectors = []
     for axis, name in enumerate(order):
         start, size = rows[name]
-        pair = dropout.pairs_of_rows(jnp.arange(size, dtype=jnp.int32))
-        pair = core.first_pair(start) + pair
-        counters = core.counters(pair, numberings[name])
-        vectors.append(dealt(np.asarray(counters), PRODUCT.reduce(1 - axis)))
-    # Every word an array over all threads.
-    first, second = ([list(x.T) for x in np.moveaxis(v, 0, 1)] for v in vectors)
-    found = dropout.of_thread(first, second, *seed, order, _wide_product)
+        group = dropout.groups_of_rows(jnp.arange(size, dtype=jnp.int32), count[name])
+        group = core.first_group(start, count[name]) + group
+        numbers = core.numbers_of_calls(name, group, numberings[name], count[name])
+        numbers = (dealt(np.asarray(x), PRODUCT.reduce(1 - axis)) for x in numbers)
+        # [register][place][number]: each an array over all threads.
+        vectors.append(np.stack(list(numbers), -1).transpose(1, 2, 3, 0))
+    row, columns = list(vectors[0][0, 0]), [[list(x) for x in y] for y in vectors[1]]
+    found = dropout.of_thread(row, columns, count, *seed, order, _wide_product)
     np.testing.assert_array_equal(
         np.moveaxis(np.asarray(found), -1, 0), dealt(np.asarray(whole), PRODUCT)
     )

@@ -5,15 +5,25 @@ Philox 2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
 state, no array of T x S, and the same mask whatever the block sizes, the orientation of
 a block or the order of the loops. Forward and backward make it anew.
 
-One call of the cipher gives 64 bits for four pairs, 16 bits for each: rows r and r + 8
-of sixteen, of queries and of keys. A tensor core's result has just these rows in one
-thread, so that the bits need not change hands.
+One call of the cipher gives two words for eight pairs. A word belongs to a row of
+queries, r or r + 8 of sixteen, its four bytes to rows of keys, c, c + 8, c + 16 and
+c + 24 of thirty-two. A tensor core's result has just these rows in one thread, so that
+the bits need not change hands. In a transposed result a thread has two of the four
+keys: it makes the words, too, and takes half of their bits.
+
+A pair's number has 16 bits: the byte that decides for it alone, and one of another pair
+for ties, which are one in 256. So the share of kept pairs is exact to 2**-16, but two
+pairs of a word are not quite independent. Be b / 256 the chance that a tie is kept. The
+covariance is that of a pair and [a byte is below b], at most p (1 - p), times the
+chance of a tie, so that their correlation is at most 1/256, and 0 where the rate is a
+multiple of 1/256. (FlashAttention's own kernels for CUDA have 8 bits for a pair, and
+round the rate to 1/256.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +34,12 @@ from jax import lax
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.positions import Numbering
 
-GROUP = 16  # rows of a block are multiples of it, and so is where they start
+BLOCK = 16  # rows of a block are multiples of it, and so is where they start
+GROUP = 32  # rows of a stripe are, and so is the number of its first one
+_QUERIES, _KEYS = 2, 4  # of a call of the cipher, each 8 rows after the last
+# Times a word, for two of the keys and for two. The second product's upper half is the
+# sum of the word's halves: of the first product's no bit is known from it.
+_FACTORS = np.uint32(1), np.uint32((1 << 16) + 1)
 _LEVELS = 1 << 16
 _MULTIPLIER, _WEYL = 0xD256D193, 0x9E3779B9
 # The fewest rounds that pass BigCrush (Salmon et al. 2011, table 2).
@@ -69,33 +84,31 @@ class Dropout:
         """32 bits for each pair of a block, of which the upper 16 count.
 
         Args:
-          rows: (start, size) of `t` (queries) and `s` (keys), multiples of 16.
-          numberings: of both; stripes and where they start are multiples of 16.
+          rows: (start, size) of `t` (queries) and `s` (keys), multiples of `BLOCK`.
+          numberings: of both; stripes and where they start are multiples of `GROUP`.
           order: the block's axes: ("t", "s"), or ("s", "t") for a transposed one.
           arithmetic: the backend's.
         """
-        shape = tuple(rows[name][1] // 2 for name in order)
-
-        def numbers(name: str, first) -> jax.Array:
-            """Counters of the rows `t` or `s`, two rows each, against the block."""
-            start, size = rows[name]
-            numbering = dataclasses.replace(numberings[name], first=first)
-            start = first_pair(start)
-            pair = start + lax.iota(jnp.int32, size // 2)
-            index = counters(pair, numbering)
-            return jnp.expand_dims(index, 1 - order.index(name))
+        count = rows_of_calls(rows, order)
+        shape = tuple(rows[name][1] // count[name] for name in order)
 
         def of_one(key, tweak, firsts):
-            pairs = {name: numbers(name, firsts[name]) for name in order}
-            words = _philox(pairs["s"], pairs["t"] ^ tweak, key, shape, arithmetic)
-            # A word belongs to query rows r or r + 8, its halves to key rows r, r + 8.
-            if order[0] == "t":
-                bits = _halves(_joined(*words))
-            else:
-                bits = _joined(*map(_halves, words))
-            groups = tuple(x for n in shape for x in (n // 8, 8))
-            bits = jnp.transpose(bits.reshape(*groups, 2, 2), (0, 4, 1, 2, 5, 3))
-            return bits.reshape(tuple(2 * n for n in shape))
+            def numbers(name: str) -> list[jax.Array]:
+                """Of the calls' rows `t` or `s`, against the block's calls."""
+                start, size = rows[name]
+                group = first_group(start, count[name])
+                group += lax.iota(jnp.int32, size // count[name])
+                numbering = dataclasses.replace(numberings[name], first=firsts[name])
+                found = numbers_of_calls(name, group, numbering, count[name])
+                return [jnp.expand_dims(x, 1 - order.index(name)) for x in found]
+
+            own = numbers("t"), numbers("s")
+            bits = of_call(*own, key, tweak, order, arithmetic.wide_product)
+            bits = _stacked([_stacked(column) for column in bits])
+            eights = (x for n in shape for x in (n // 8, 8))
+            bits = bits.reshape(*eights, *bits.shape[2:])
+            bits = jnp.transpose(bits, (0, 4, 1, 2, 5, 3))
+            return bits.reshape(tuple(rows[name][1] for name in order))
 
         seed = [x.astype(jnp.uint32) for x in self.seed]
         firsts = {name: x.first for name, x in numberings.items()}
@@ -108,34 +121,69 @@ class Dropout:
         return bits.reshape(*lead, *bits.shape[1:])
 
 
-def first_pair(row) -> jax.Array:
-    """The pair of rows that a row is the first of, a multiple of 16."""
-    return lax.div(jnp.asarray(row, jnp.int32), jnp.int32(2))
-
-
-def counters(pair: jax.Array, numbering: Numbering) -> jax.Array:
-    """The cipher's counters, uint32, one for two rows that are 8 apart.
+def rows_of_calls(
+    rows: Mapping[str, tuple[Any, int]], order: tuple[str, str]
+) -> dict[str, int]:
+    """How many rows `t` and `s` of a block a call of the cipher is made for.
 
     Args:
-      pair: int32: 8 * i + j is the pair of the rows 16 * i + j and 16 * i + j + 8.
-      numbering: of the rows.
+      rows, order: of `Dropout.bits`.
     """
-    return numbering.of_groups(2).at(pair).astype(jnp.uint32)
+    whole = order[0] == "t" and rows["s"][1] % GROUP == 0
+    return {"t": _QUERIES, "s": _KEYS if whole else _KEYS // 2}
 
 
-def _joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.concatenate([a[..., None], b[..., None]], axis=-1)
+def first_group(row, count: int) -> jax.Array:
+    """The group (`numbers_of_calls`) that a row, a multiple of `BLOCK`, is in."""
+    return lax.div(jnp.asarray(row, jnp.int32), jnp.int32(count))
 
 
-def _halves(x: jax.Array) -> jax.Array:
-    """Each half of a word as the upper half of one; what lies below decides nothing."""
-    return _joined(x << jnp.uint32(16), x)
+def numbers_of_calls(
+    name: str, group: jax.Array, numbering: Numbering, count: int
+) -> list[jax.Array]:
+    """What calls need to know of their rows: counters and, of half their keys, factors.
+
+    Args:
+      name: of the rows, `t` or `s`.
+      group: int32: 8 * i + j is the group of the `count` rows 8 * count * i + j,
+        8 * count * i + j + 8 and so on.
+      numbering: of the rows.
+      count: of `rows_of_calls`.
+    """
+    factors = []
+    if name == "s" and count < _KEYS:
+        # The first two keys of four or the others.
+        factors = [jnp.where((group & 8) == 0, *_FACTORS)]
+        sixteen = lax.shift_right_logical(group, jnp.full_like(group, 4))
+        group, count = sixteen * 8 + (group & 7), _KEYS
+    return [numbering.of_groups(count).at(group).astype(jnp.uint32), *factors]
 
 
-def _philox(x0, x1, key, shape, arithmetic: Arithmetic):
-    """Two words of 32 bits for counters (x0, x1) that broadcast against `shape`."""
-    words = cipher(x0, x1, key, arithmetic.wide_product)
-    return tuple(jnp.broadcast_to(x, shape) for x in words)
+def of_call(t, s, key, tweak, order: tuple[str, str], wide_product: Callable):
+    """The bits that calls of the cipher give.
+
+    Args:
+      t, s: `numbers_of_calls` of queries and keys.
+      key, tweak: the seed.
+      order: of the block.
+      wide_product: of two such numbers.
+
+    Returns:
+      Of each of a call's columns in the block: of its rows.
+    """
+    (query,), (of_keys, *factors) = t, s
+    words = cipher(of_keys, query ^ tweak, key, wide_product)
+    products = [[word * f for f in factors or _FACTORS] for word in words]
+    of_queries = [[x for y in own for x in (y, y << np.uint32(8))] for own in products]
+    return of_queries if order[0] == "s" else list(zip(*of_queries, strict=True))
+
+
+def _stacked(x: Sequence[jax.Array]) -> jax.Array:
+    """Two or four arrays along a new last axis, by twos, as Triton does it."""
+    if len(x) == 1:
+        return x[0][..., None]
+    halves = [_stacked(x[i::2])[..., None] for i in range(2)]
+    return jnp.concatenate(halves, -1).reshape(*x[0].shape, len(x))
 
 
 def cipher(x0, x1, key, wide_product: Callable) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
-from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.flash2 import Block, Scores
 from pallas_kernels.core.score import Place
 from pallas_kernels.core.spec import AttentionSpec
@@ -80,7 +80,7 @@ class Pairs:
         dropout = self.spec.dropout
         assert dropout is not None
         groups = {
-            n: (lo, -(-size // GROUP) * GROUP) for n, (lo, size) in self.rows.items()
+            n: (lo, -(-size // BLOCK) * BLOCK) for n, (lo, size) in self.rows.items()
         }
         numberings = {"t": self.spec.query_rows, "s": self.spec.key_rows}
         make, shape = self.arithmetic.bits or type(dropout).bits, self.shape

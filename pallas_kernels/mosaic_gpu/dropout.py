@@ -1,8 +1,8 @@
 """Dropout's bits as the results of products are dealt to threads.
 
-A thread has rows r and r + 8 of each sixteen, and columns c and c + 8, two neighbours
-of each: the pairs that share a call of the cipher (`core.dropout`). So it makes bits
-for its own pairs alone, and for each of them once.
+A thread has rows r and r + 8 of sixteen, and two neighbours of each eight columns. So
+it has all pairs that share a call of the cipher (`core.dropout`), or half of them where
+rows are keys, and makes bits for its own pairs alone.
 """
 
 from __future__ import annotations
@@ -41,23 +41,35 @@ def bits(
     assert shape[0] == _ROWS, f"{shape=}"
     layout, splat = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
     vectors = layout.reduce(1), layout.reduce(0)
+    count = core.rows_of_calls(rows, order)
 
-    def counters(axis: int) -> jax.Array:
-        start, size = rows[order[axis]]
-        pair = pairs_of_rows(support.numbers_along(axis, size))
-        return core.counters(core.first_pair(start) + pair, numberings[order[axis]])
+    def numbers(axis: int) -> list[jax.Array]:
+        name = order[axis]
+        start, size = rows[name]
+        group = groups_of_rows(support.numbers_along(axis, size), count[name])
+        group = core.first_group(start, count[name]) + group
+        return core.numbers_of_calls(name, group, numberings[name], count[name])
+
+    first, second = numbers(0), numbers(1)
 
     @plgpu.inline_mgpu(
-        arg_types=(*vectors, splat, splat),
+        arg_types=(
+            *(vectors[0] for _ in first),
+            *(vectors[1] for _ in second),
+            *(splat, splat),
+        ),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout),
     )
-    def make(_, first, second, key, tweak):
-        own = [
-            [[_Word(vector.extract(x, [], [i])) for i in range(n)] for x in array]
-            for array, n in ((first.registers.flat, 1), (second.registers.flat, 2))
+    def make(_, *arrays):
+        *arrays, key, tweak = (x.registers for x in arrays)
+        of_rows, of_columns = arrays[: len(first)], arrays[len(first) :]
+        row = _elements(of_rows, 0, 0)
+        columns = [
+            [_elements(of_columns, i, neighbour) for neighbour in range(2)]
+            for i in range(shape[1] // 8)
         ]
-        seed = (_Word(x.registers.item()) for x in (key, tweak))
-        found = of_thread(*own, *seed, order, _wide_product)
+        seed = _Word(key.item()), _Word(tweak.item())
+        found = of_thread(row, columns, count, *seed, order, _wide_product)
         kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
         to = layout.to_mgpu()
         registers = np.empty(to.registers_shape(shape), dtype=object)
@@ -67,28 +79,35 @@ def bits(
         return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=False)
 
     key, tweak = (x.astype(jnp.uint32) for x in dropout.seed)
-    return make(counters(0), counters(1), key, tweak)
+    return make(*first, *second, key, tweak)
 
 
-def pairs_of_rows(number: jax.Array) -> jax.Array:
-    """The pairs of rows 8 apart (`core.counters`) that rows of a block belong to."""
-    sixteen = lax.shift_right_logical(number, jnp.full_like(number, 4))
-    return sixteen * 8 + (number & 7)
+def _elements(arrays: Sequence[np.ndarray], register: int, place: int) -> list[_Word]:
+    """One of each array, which are dealt alike."""
+    return [_Word(vector.extract(x.flat[register], [], [place])) for x in arrays]
+
+
+def groups_of_rows(number: jax.Array, count: int) -> jax.Array:
+    """The groups (`core.numbers_of_calls`) that rows of a block belong to."""
+    bits = jnp.full_like(number, (8 * count).bit_length() - 1)
+    return lax.shift_right_logical(number, bits) * 8 + (number & 7)
 
 
 def of_thread(
-    first: Sequence[Sequence[Any]],
-    second: Sequence[Sequence[Any]],
+    row: Sequence[Any],
+    columns: Sequence[Sequence[Sequence[Any]]],
+    count: Mapping[str, int],
     key,
     tweak,
     order: tuple[str, str],
     wide_product: Callable,
-) -> list[list[Any]]:
+) -> list[tuple[Any, ...]]:
     """The bits of a thread's pairs, in the order of its registers.
 
     Args:
-      first: counters of its rows: r and, the same, r + 8. In lists of one.
-      second: of its columns, two neighbours in a list: c, c + 8, c + 16 and so on.
+      row: numbers (`core.numbers_of_calls`) of its rows, r and, the same, r + 8.
+      columns: of its columns, two neighbours in a list: c, c + 8, c + 16 and so on.
+      count: of `core.rows_of_calls`.
       key, tweak: the seed.
       order: of the block.
       wide_product: of two such numbers.
@@ -96,20 +115,14 @@ def of_thread(
     Returns:
       Of each two neighbours: those of rows r and r + 8, then the next columns'.
     """
-    (row,), _ = first
     found = []
-    for columns in second[::2]:
-        # Of [columns c or c + 8][rows r or r + 8][neighbour].
-        group: list[list[list]] = [[[], []], [[], []]]
-        for column in columns:
+    for neighbours in columns[:: count[order[1]]]:
+        calls = []
+        for column in neighbours:
             t, s = (row, column) if order[0] == "t" else (column, row)
-            words = core.cipher(s, t ^ tweak, key, wide_product)
-            # A word belongs to query rows r or r + 8, its halves to key rows.
-            for query, word in enumerate(words):
-                for half, bits in enumerate((word << np.uint32(16), word)):
-                    i, j = (query, half) if order[0] == "t" else (half, query)
-                    group[j][i].append(bits)
-        found += [*group[0], *group[1]]
+            calls.append(core.of_call(t, s, key, tweak, order, wide_product))
+        for column in zip(*calls, strict=True):
+            found += zip(*column, strict=True)
     return found
 
 
@@ -127,6 +140,9 @@ class _Word:
 
     def __add__(self, other) -> _Word:
         return self._with(arith.addi, other)
+
+    def __mul__(self, other) -> _Word:
+        return self._with(arith.muli, other)
 
     def __lshift__(self, other) -> _Word:
         return self._with(arith.shli, other)
