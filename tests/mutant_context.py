@@ -73,8 +73,8 @@ MUTANTS = [
         "pallas_kernels/core/dropout.py",
         (
             "bits by place, not by number",
-            "return numbering.of_groups(2).at(pair).astype(jnp.uint32)",
-            "return pair.astype(jnp.uint32)",
+            "numbering.of_groups(count).at(group).astype",
+            "group.astype",
             one("dropout", "ring"),
         ),
     ),

@@ -165,15 +165,33 @@ MUTANTS = [
         ),
         (
             "half of a dropout key without effect",
-            'pairs["t"] ^ tweak',
-            'pairs["t"]',
+            "query ^ tweak",
+            "query",
             "tests/test_dropout.py -k uncorrelated",
         ),
         (
             "other bits in a transposed block",
-            "_joined(*map(_halves, words))",
-            "_joined(*map(_halves, words[::-1]))",
+            'return of_queries if order[0] == "s"',
+            'return of_queries[::-1] if order[0] == "s"',
             "tests/test_dropout.py -k orientation",
+        ),
+        (
+            "bits of the first two keys of four for the others",
+            "(group & 8) == 0",
+            "group >= 0",
+            "tests/test_dropout.py -k orientation",
+        ),
+        (
+            "the same bits for the other two keys",
+            "np.uint32((1 << 16) + 1)",
+            "np.uint32(1)",
+            "tests/test_dropout.py -k correlation",
+        ),
+        (
+            "ties not decided by a byte",
+            "np.uint32((1 << 16) + 1)",
+            "np.uint32(1 << 16)",
+            "tests/test_dropout.py -k share_of_kept",
         ),
     ),
     *of(

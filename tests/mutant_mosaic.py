@@ -333,9 +333,9 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/dropout.py",
         (
-            "words of dropout for other queries",
-            "enumerate(words)",
-            "enumerate(words[::-1])",
+            "bits of dropout for other columns",
+            "in zip(*calls, strict=True)",
+            "in zip(*calls[::-1], strict=True)",
             "tests/test_mosaic_dealt.py",
         ),
     ),

@@ -54,18 +54,38 @@ def test_cipher_known_answers(counter, key, words):
     assert tuple(int(x[0, 0]) for x in got) == words
 
 
-def test_blocks_and_orientation_do_not_matter():
-    whole = kept((1, 2), 96, 160)
-    for t, s in ((16, 160), (96, 16), (32, 32)):
-        for i, j in itertools.product(range(0, 96, t), range(0, 160, s)):
-            block = kept((1, 2), t, s, start=(i, j))
-            np.testing.assert_array_equal(block, whole[i : i + t, j : j + s])
-    np.testing.assert_array_equal(kept((1, 2), 96, 160, order=("s", "t")), whole.T)
+@pytest.mark.parametrize("stripe", [None, 32, 96])
+def test_blocks_and_orientation_do_not_matter(stripe):
+    """For rows that are the second of three devices', too."""
+    t_all, s_all = (96, 192)
+    numbering = Numbering()
+    if stripe is not None:
+        numbering = Numbering(jnp.int32(stripe), stripe, parts=3)
+    t_rows, s_rows = (numbering.at(np.arange(n)) for n in (t_all, s_all))
+    whole = kept((1, 2), t_rows[-1] // 32 * 32 + 32, s_rows[-1] // 32 * 32 + 32)
+    whole = whole[np.ix_(t_rows, s_rows)]
+    numberings = dict.fromkeys("ts", numbering)
+    for t, s in ((16, 192), (96, 16), (32, 32), (48, 48), (96, 96)):
+        for i, j in itertools.product(range(0, t_all, t), range(0, s_all, s)):
+            expected = whole[i : i + t, j : j + s]
+            where = {"start": (i, j), "numberings": numberings}
+            block = kept((1, 2), t, s, **where)
+            np.testing.assert_array_equal(block, expected)
+            block = kept((1, 2), t, s, order=("s", "t"), **where)
+            np.testing.assert_array_equal(block, expected.T)
 
 
-@pytest.mark.parametrize("rate", [0.0001, 0.1, 0.5, 0.9])
+def by_place(pairs):
+    """[calls of the cipher, the eight pairs of each]."""
+    t, s = pairs.shape
+    pairs = pairs.reshape(t // 16, 2, 8, s // 32, 4, 8)
+    return pairs.transpose(0, 2, 3, 5, 1, 4).reshape(-1, 8)
+
+
+# In the last, ties alone are kept, and half of them.
+@pytest.mark.parametrize("rate", [0.0001, 0.1, 0.5, 0.9, 1 - 2**-9])
 def test_share_of_kept_pairs(rate):
-    """Over all pairs, and over every row and column of pairs."""
+    """Over all pairs, every row and column, and every place in a cipher's call."""
     size = 1024
     dropout = Dropout((jnp.uint32(3), jnp.uint32(4)), Dropout.threshold_of(rate))
     p = 1 / dropout.scale
@@ -73,6 +93,7 @@ def test_share_of_kept_pairs(rate):
     pairs = kept((3, 4), size, size, threshold=dropout.threshold)
     deviation = np.sqrt(p * (1 - p))
     assert abs(pairs.mean() - p) < 5 * deviation / size
+    assert np.abs(by_place(pairs).mean(0) - p).max() < 5 * deviation * 8**0.5 / size
     for axis in (0, 1):
         lines = pairs.mean(axis) - p
         assert np.abs(lines).max() < 6 * deviation / np.sqrt(size) + 6 / size
@@ -81,12 +102,22 @@ def test_share_of_kept_pairs(rate):
         assert abs(variance - 1) < 6 * np.sqrt(2 / size) * (1 + (1 - p) / (p * size))
 
 
+@pytest.mark.parametrize("threshold", [HALF, HALF + 128, 230 * 257])
+def test_correlation_in_a_call(threshold):
+    """None of multiples of 1/256; else at most 1/256, for pairs that share a byte."""
+    places = by_place(kept((7, 8), 4096, 4096, threshold=threshold))
+    found = np.corrcoef(places, rowvar=False)[np.triu_indices(8, 1)]
+    noise = 5 / np.sqrt(len(places))
+    assert np.abs(found).max() < noise + (threshold % 256 > 0) / 256
+    assert (found.max() > noise / 2) == (threshold % 256 > 0)
+
+
 def test_pairs_are_uncorrelated():
     """With the neighbours in a cipher's block, and far away; between seeds."""
     size = 1024
     signs = kept((5, 6), size, size) * 2.0 - 1.0
     limit = 5 / size
-    for di, dj in itertools.product((0, 1, 2, 4, 8, 16, 64, 512), repeat=2):
+    for di, dj in itertools.product((0, 1, 2, 4, 8, 16, 24, 64, 512), repeat=2):
         if (di, dj) != (0, 0):
             assert abs(np.mean(signs * np.roll(signs, (di, dj), (0, 1)))) < limit
     assert abs(np.mean(signs * signs.T)) < 2 * limit

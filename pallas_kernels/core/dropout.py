@@ -5,19 +5,19 @@ Philox 2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
 state, no array of T x S, and the same mask whatever the block sizes, the orientation of
 a block or the order of the loops. Forward and backward make it anew.
 
-One call of the cipher gives two words for eight pairs. A word belongs to a row of
-queries, r or r + 8 of sixteen, its four bytes to rows of keys, c, c + 8, c + 16 and
-c + 24 of thirty-two. A tensor core's result has just these rows in one thread, so that
-the bits need not change hands. In a transposed result a thread has two of the four
-keys: it makes the words, too, and takes half of their bits.
+One call of the cipher gives two words of 32 bits for eight pairs. A word x belongs to a
+row of queries, r or r + 8 of sixteen, and to rows of keys c, c + 8, c + 16 and c + 24
+of thirty-two: their pairs' numbers are the upper 16 bits of x, 2**8 x, y and 2**8 y,
+where y = (2**16 + 1) x. A tensor core's result has these rows in one thread, so that
+the bits need not change hands. In a transposed one a thread has two of the four keys,
+and makes the same words for those alone.
 
-A pair's number has 16 bits: the byte that decides for it alone, and one of another pair
-for ties, which are one in 256. So the share of kept pairs is exact to 2**-16, but two
-pairs of a word are not quite independent. Be b / 256 the chance that a tie is kept. The
-covariance is that of a pair and [a byte is below b], at most p (1 - p), times the
-chance of a tie, so that their correlation is at most 1/256, and 0 where the rate is a
-multiple of 1/256. (FlashAttention's own kernels for CUDA have 8 bits for a pair, and
-round the rate to 1/256.)
+Of these numbers the upper bytes are independent, since x follows from the four. They
+decide, except in one case of 256: on a tie the lower byte does, so that rates are exact
+to 2**-16. It may be another pair's upper byte. The covariance of two such pairs, kept
+with chance p, is 2**-8 (the chance of a tie) times at most p (1 - p): a correlation of
+at most 1/256, and none where p is a multiple of 1/256. (FlashAttention's own kernels
+have 8 bits for a pair, and round the rate to 1/256.)
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pallas_kernels.core.positions import Numbering
 
 BLOCK = 16  # rows of a block are multiples of it, and so is where they start
 GROUP = 32  # rows of a stripe are, and so is the number of its first one
-_QUERIES, _KEYS = 2, 4  # of a call of the cipher, each 8 rows after the last
-# Times a word, for two of the keys and for two. The second product's upper half is the
-# sum of the word's halves: of the first product's no bit is known from it.
+_QUERIES, _KEYS = 2, 4  # rows of a call of the cipher, each 8 after the one before
+# Times a word, for the first two keys and for the others. The upper half of the second
+# product is the sum of both halves, and as random whatever the upper half is.
 _FACTORS = np.uint32(1), np.uint32((1 << 16) + 1)
 _LEVELS = 1 << 16
 _MULTIPLIER, _WEYL = 0xD256D193, 0x9E3779B9
@@ -84,7 +84,8 @@ class Dropout:
         """32 bits for each pair of a block, of which the upper 16 count.
 
         Args:
-          rows: (start, size) of `t` (queries) and `s` (keys), multiples of `BLOCK`.
+          rows: (start, size) of `t` (queries) and `s` (keys), multiples of `BLOCK`. If
+            the keys' size is a multiple of `GROUP`, so is their start.
           numberings: of both; stripes and where they start are multiples of `GROUP`.
           order: the block's axes: ("t", "s"), or ("s", "t") for a transposed one.
           arithmetic: the backend's.
@@ -159,8 +160,10 @@ def numbers_of_calls(
     return [numbering.of_groups(count).at(group).astype(jnp.uint32), *factors]
 
 
-def of_call(t, s, key, tweak, order: tuple[str, str], wide_product: Callable):
-    """The bits that calls of the cipher give.
+def of_call(
+    t, s, key, tweak, order: tuple[str, str], wide_product: Callable
+) -> Sequence[Sequence[Any]]:
+    """The bits that a call of the cipher gives.
 
     Args:
       t, s: `numbers_of_calls` of queries and keys.
@@ -169,12 +172,14 @@ def of_call(t, s, key, tweak, order: tuple[str, str], wide_product: Callable):
       wide_product: of two such numbers.
 
     Returns:
-      Of each of a call's columns in the block: of its rows.
+      Of each of its columns in the block: those of its rows.
     """
     (query,), (of_keys, *factors) = t, s
     words = cipher(of_keys, query ^ tweak, key, wide_product)
-    products = [[word * f for f in factors or _FACTORS] for word in words]
-    of_queries = [[x for y in own for x in (y, y << np.uint32(8))] for own in products]
+    of_queries = []
+    for word in words:
+        products = [word * factor for factor in factors or _FACTORS]
+        of_queries.append([x for y in products for x in (y, y << np.uint32(8))])
     return of_queries if order[0] == "s" else list(zip(*of_queries, strict=True))
 
 

@@ -40,7 +40,6 @@ def bits(
     shape = tuple(rows[name][1] for name in order)
     assert shape[0] == _ROWS, f"{shape=}"
     layout, splat = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
-    vectors = layout.reduce(1), layout.reduce(0)
     count = core.rows_of_calls(rows, order)
 
     def numbers(axis: int) -> list[jax.Array]:
@@ -50,25 +49,20 @@ def bits(
         group = core.first_group(start, count[name]) + group
         return core.numbers_of_calls(name, group, numberings[name], count[name])
 
-    first, second = numbers(0), numbers(1)
+    own = [numbers(axis) for axis in range(2)]
+    types = ([layout.reduce(1 - axis)] * len(x) for axis, x in enumerate(own))
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            *(vectors[0] for _ in first),
-            *(vectors[1] for _ in second),
-            *(splat, splat),
-        ),
+        arg_types=(*types, splat, splat),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout),
     )
-    def make(_, *arrays):
-        *arrays, key, tweak = (x.registers for x in arrays)
-        of_rows, of_columns = arrays[: len(first)], arrays[len(first) :]
+    def make(_, of_rows, of_columns, key, tweak):
         row = _elements(of_rows, 0, 0)
         columns = [
             [_elements(of_columns, i, neighbour) for neighbour in range(2)]
             for i in range(shape[1] // 8)
         ]
-        seed = _Word(key.item()), _Word(tweak.item())
+        seed = (_Word(x.registers.item()) for x in (key, tweak))
         found = of_thread(row, columns, count, *seed, order, _wide_product)
         kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
         to = layout.to_mgpu()
@@ -79,12 +73,13 @@ def bits(
         return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=False)
 
     key, tweak = (x.astype(jnp.uint32) for x in dropout.seed)
-    return make(*first, *second, key, tweak)
+    return make(*own, key, tweak)
 
 
-def _elements(arrays: Sequence[np.ndarray], register: int, place: int) -> list[_Word]:
-    """One of each array, which are dealt alike."""
-    return [_Word(vector.extract(x.flat[register], [], [place])) for x in arrays]
+def _elements(arrays, register: int, place: int) -> list[_Word]:
+    """The same element of the thread's, of each of these arrays."""
+    registers = (x.registers.flat[register] for x in arrays)
+    return [_Word(vector.extract(x, [], [place])) for x in registers]
 
 
 def groups_of_rows(number: jax.Array, count: int) -> jax.Array:
