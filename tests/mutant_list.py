@@ -165,14 +165,14 @@ MUTANTS = [
         ),
         (
             "half of a dropout key without effect",
-            "query ^ tweak",
-            "query",
+            "t ^ tweak",
+            "t",
             "tests/test_dropout.py -k uncorrelated",
         ),
         (
             "other bits in a transposed block",
-            'return of_queries if order[0] == "s"',
-            'return of_queries[::-1] if order[0] == "s"',
+            "for x in words]",
+            "for x in words[::-1]]",
             "tests/test_dropout.py -k orientation",
         ),
         (

@@ -333,9 +333,9 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/dropout.py",
         (
-            "bits of dropout for other columns",
-            "in zip(*calls, strict=True)",
-            "in zip(*calls[::-1], strict=True)",
+            "words of dropout for other queries",
+            "for word in words",
+            "for word in words[::-1]",
             "tests/test_mosaic_dealt.py",
         ),
     ),

@@ -103,9 +103,14 @@ class Dropout:
                 found = numbers_of_calls(name, group, numbering, count[name])
                 return [jnp.expand_dims(x, 1 - order.index(name)) for x in found]
 
-            own = numbers("t"), numbers("s")
-            bits = of_call(*own, key, tweak, order, arithmetic.wide_product)
-            bits = _stacked([_stacked(column) for column in bits])
+            (t,), (s, *factors) = numbers("t"), numbers("s")
+            words = cipher(s, t ^ tweak, key, arithmetic.wide_product)
+            # New last axes, for what a call has of the block's first and second axis.
+            if order[0] == "t":
+                factors = [x[..., None] for x in factors]
+                bits = _stacked(bits_of_keys(_stacked(words), factors))
+            else:
+                bits = _stacked([_stacked(bits_of_keys(x, factors)) for x in words])
             eights = (x for n in shape for x in (n // 8, 8))
             bits = bits.reshape(*eights, *bits.shape[2:])
             bits = jnp.transpose(bits, (0, 4, 1, 2, 5, 3))
@@ -160,27 +165,14 @@ def numbers_of_calls(
     return [numbering.of_groups(count).at(group).astype(jnp.uint32), *factors]
 
 
-def of_call(
-    t, s, key, tweak, order: tuple[str, str], wide_product: Callable
-) -> Sequence[Sequence[Any]]:
-    """The bits that a call of the cipher gives.
+def bits_of_keys(word, factors: Sequence[Any]) -> list[Any]:
+    """The bits of the pairs that a word is for, by keys.
 
     Args:
-      t, s: `numbers_of_calls` of queries and keys.
-      key, tweak: the seed.
-      order: of the block.
-      wide_product: of two such numbers.
-
-    Returns:
-      Of each of its columns in the block: those of its rows.
+      factors: of `numbers_of_calls`.
     """
-    (query,), (of_keys, *factors) = t, s
-    words = cipher(of_keys, query ^ tweak, key, wide_product)
-    of_queries = []
-    for word in words:
-        products = [word * factor for factor in factors or _FACTORS]
-        of_queries.append([x for y in products for x in (y, y << np.uint32(8))])
-    return of_queries if order[0] == "s" else list(zip(*of_queries, strict=True))
+    products = [word * factor for factor in factors or _FACTORS]
+    return [x for y in products for x in (y, y << np.uint32(8))]
 
 
 def _stacked(x: Sequence[jax.Array]) -> jax.Array:

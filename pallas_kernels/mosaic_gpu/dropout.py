@@ -114,8 +114,12 @@ def of_thread(
     for neighbours in columns[:: count[order[1]]]:
         calls = []
         for column in neighbours:
-            t, s = (row, column) if order[0] == "t" else (column, row)
-            calls.append(core.of_call(t, s, key, tweak, order, wide_product))
+            numbers = (row, column) if order[0] == "t" else (column, row)
+            (t,), (s, *factors) = numbers
+            words = core.cipher(s, t ^ tweak, key, wide_product)
+            bits = [core.bits_of_keys(word, factors) for word in words]
+            calls.append(bits if order[0] == "s" else zip(*bits, strict=True))
+        # Of each call: of each of its columns, of rows r and r + 8.
         for column in zip(*calls, strict=True):
             found += zip(*column, strict=True)
     return found
