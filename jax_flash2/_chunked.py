@@ -33,7 +33,7 @@ from pallas_kernels.core.axes import (
     sizes,
     summed_to,
 )
-from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
@@ -73,7 +73,7 @@ def slower(_: Call, /) -> str | None:
 def _block(rows: int, most: int) -> int:
     """Rows of a block: as few equal blocks of at most `most` rows as hold them all."""
     blocks = -(-rows // most)
-    return rows if blocks == 1 else -(-rows // (GROUP * blocks)) * GROUP
+    return rows if blocks == 1 else -(-rows // (BLOCK * blocks)) * BLOCK
 
 
 def _on_cpu() -> bool:
