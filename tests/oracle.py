@@ -148,7 +148,7 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
 
     Philox 2x32 with 7 rounds (Salmon et al. 2011) gives two words: for query rows r and
     r + 8 of sixteen, and each for key rows c, c + 8, c + 16 and c + 24 of thirty-two.
-    These take the bytes (3, 2) and (2, 1) of the word x, and of x (2**16 + 1).
+    These take the bytes (3, 2), (2, 1), (1, 0) and (0, 3) of the word.
     """
     rate = arguments.get("dropout_rate", 0.0)
     if not rate:
@@ -171,8 +171,8 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
         x0, x1 = (product >> np.uint64(32)) ^ key ^ x1, product & low
         key = (key + np.uint64(0x9E3779B9)) & low
     word = np.where(row_place[:, None] == 1, x1, x0)
-    word = np.where(place < 2, word, word * np.uint64(2**16 + 1))
-    bits = word >> np.where(place % 2 == 0, 16, 8).astype(np.uint64) & np.uint64(0xFFFF)
+    bits = (word << np.uint64(32) | word) >> (np.uint64(48) - 8 * place)
+    bits &= np.uint64(0xFFFF)
     return np.where(bits < threshold, 2**16 / threshold, 0.0)
 
 

@@ -71,7 +71,9 @@ def test_bits_of_threads(order, striped, columns):
         # [register][place][number]: each an array over all threads.
         vectors.append(np.stack(list(numbers), -1).transpose(1, 2, 3, 0))
     row, columns = list(vectors[0][0, 0]), [[list(x) for x in y] for y in vectors[1]]
-    found = dropout.of_thread(row, columns, count, *seed, order, _wide_product)
+    found = dropout.of_thread(
+        row, columns, count, *seed, order, _wide_product, core.turned
+    )
     np.testing.assert_array_equal(
         np.moveaxis(np.asarray(found), -1, 0), dealt(np.asarray(whole), PRODUCT)
     )

@@ -7,17 +7,17 @@ a block or the order of the loops. Forward and backward make it anew.
 
 One call of the cipher gives two words of 32 bits for eight pairs. A word x belongs to a
 row of queries, r or r + 8 of sixteen, and to rows of keys c, c + 8, c + 16 and c + 24
-of thirty-two: their pairs' numbers are the upper 16 bits of x, 2**8 x, y and 2**8 y,
-where y = (2**16 + 1) x. A tensor core's result has these rows in one thread, so that
-the bits need not change hands. In a transposed one a thread has two of the four keys,
-and makes the same words for those alone.
+of thirty-two: their pairs' numbers are the upper 16 bits of x, turned to the left by 0,
+8, 16 and 24 bits. A tensor core's result has these rows in one thread, so that the bits
+need not change hands. In a transposed one a thread has two of the four keys, and makes
+the same words for those alone.
 
-Of these numbers the upper bytes are independent, since x follows from the four. They
-decide, except in one case of 256: on a tie the lower byte does, so that rates are exact
-to 2**-16. It may be another pair's upper byte. The covariance of two such pairs, kept
-with chance p, is 2**-8 (the chance of a tie) times at most p (1 - p): a correlation of
-at most 1/256, and none where p is a multiple of 1/256. (FlashAttention's own kernels
-have 8 bits for a pair, and round the rate to 1/256.)
+The upper byte of such a number, a pair's own, decides, except in one case of 256: on a
+tie the lower byte does, so that rates are exact to 2**-16. It is the next pair's own.
+The covariance of two such pairs, kept with chance p, is 2**-8 (the chance of a tie)
+times at most p (1 - p): a correlation of at most 1/256, and none where p is a multiple
+of 1/256. (FlashAttention's own kernels have 8 bits for a pair, and round the rate to
+1/256.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from pallas_kernels.core.positions import Numbering
 BLOCK = 16  # rows of a block are multiples of it, and so is where they start
 GROUP = 32  # rows of a stripe are, and so is the number of its first one
 _QUERIES, _KEYS = 2, 4  # rows of a call of the cipher, each 8 after the one before
-# Times a word, for the first two keys and for the others. The upper half of the second
-# product is the sum of both halves, and as random whatever the upper half is.
-_FACTORS = np.uint32(1), np.uint32((1 << 16) + 1)
+_TURNS = 0, 16  # bits that a word is turned by for the first two keys and the others
 _LEVELS = 1 << 16
 _MULTIPLIER, _WEYL = 0xD256D193, 0x9E3779B9
 # The fewest rounds that pass BigCrush (Salmon et al. 2011, table 2).
@@ -103,14 +101,15 @@ class Dropout:
                 found = numbers_of_calls(name, group, numbering, count[name])
                 return [jnp.expand_dims(x, 1 - order.index(name)) for x in found]
 
-            (t,), (s, *factors) = numbers("t"), numbers("s")
+            (t,), (s, *turns) = numbers("t"), numbers("s")
             words = cipher(s, t ^ tweak, key, arithmetic.wide_product)
             # New last axes, for what a call has of the block's first and second axis.
             if order[0] == "t":
-                factors = [x[..., None] for x in factors]
-                bits = _stacked(bits_of_keys(_stacked(words), factors))
+                turns = [x[..., None] for x in turns]
+                bits = _stacked(bits_of_keys(_stacked(words), turns, turned))
             else:
-                bits = _stacked([_stacked(bits_of_keys(x, factors)) for x in words])
+                of_words = (bits_of_keys(x, turns, turned) for x in words)
+                bits = _stacked([_stacked(x) for x in of_words])
             eights = (x for n in shape for x in (n // 8, 8))
             bits = bits.reshape(*eights, *bits.shape[2:])
             bits = jnp.transpose(bits, (0, 4, 1, 2, 5, 3))
@@ -147,7 +146,7 @@ def first_group(row, count: int) -> jax.Array:
 def numbers_of_calls(
     name: str, group: jax.Array, numbering: Numbering, count: int
 ) -> list[jax.Array]:
-    """What calls need to know of their rows: counters and, of half their keys, factors.
+    """What calls need to know of their rows: counters and, of half their keys, turns.
 
     Args:
       name: of the rows, `t` or `s`.
@@ -156,23 +155,30 @@ def numbers_of_calls(
       numbering: of the rows.
       count: of `rows_of_calls`.
     """
-    factors = []
+    turns = []
     if name == "s" and count < _KEYS:
         # The first two keys of four or the others.
-        factors = [jnp.where((group & 8) == 0, *_FACTORS)]
+        turns = [((group & 8) * 2).astype(jnp.uint32)]
         sixteen = lax.shift_right_logical(group, jnp.full_like(group, 4))
         group, count = sixteen * 8 + (group & 7), _KEYS
-    return [numbering.of_groups(count).at(group).astype(jnp.uint32), *factors]
+    return [numbering.of_groups(count).at(group).astype(jnp.uint32), *turns]
 
 
-def bits_of_keys(word, factors: Sequence[Any]) -> list[Any]:
+def bits_of_keys(word, turns: Sequence[Any], turned: Callable) -> list[Any]:
     """The bits of the pairs that a word is for, by keys.
 
     Args:
-      factors: of `numbers_of_calls`.
+      turns: of `numbers_of_calls`.
+      turned: as the function of this name.
     """
-    products = [word * factor for factor in factors or _FACTORS]
-    return [x for y in products for x in (y, y << np.uint32(8))]
+    words = [turned(word, by) for by in turns or _TURNS]
+    return [x for y in words for x in (y, y << np.uint32(8))]
+
+
+def turned(word, by):
+    """A word turned by 0 or 16 bits: then its halves change places."""
+    half = np.uint32(16)
+    return jnp.where(by == 0, word, (word << half) | (word >> half))
 
 
 def _stacked(x: Sequence[jax.Array]) -> jax.Array:

@@ -63,7 +63,7 @@ def bits(
             for i in range(shape[1] // 8)
         ]
         seed = (_Word(x.registers.item()) for x in (key, tweak))
-        found = of_thread(row, columns, count, *seed, order, _wide_product)
+        found = of_thread(row, columns, count, *seed, order, _wide_product, _turned)
         kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
         to = layout.to_mgpu()
         registers = np.empty(to.registers_shape(shape), dtype=object)
@@ -96,6 +96,7 @@ def of_thread(
     tweak,
     order: tuple[str, str],
     wide_product: Callable,
+    turned: Callable,
 ) -> list[tuple[Any, ...]]:
     """The bits of a thread's pairs, in the order of its registers.
 
@@ -105,7 +106,7 @@ def of_thread(
       count: of `core.rows_of_calls`.
       key, tweak: the seed.
       order: of the block.
-      wide_product: of two such numbers.
+      wide_product, turned: of such numbers, as in `core`.
 
     Returns:
       Of each two neighbours: those of rows r and r + 8, then the next columns'.
@@ -115,9 +116,9 @@ def of_thread(
         calls = []
         for column in neighbours:
             numbers = (row, column) if order[0] == "t" else (column, row)
-            (t,), (s, *factors) = numbers
+            (t,), (s, *turns) = numbers
             words = core.cipher(s, t ^ tweak, key, wide_product)
-            bits = [core.bits_of_keys(word, factors) for word in words]
+            bits = [core.bits_of_keys(word, turns, turned) for word in words]
             calls.append(bits if order[0] == "s" else zip(*bits, strict=True))
         # Of each call: of each of its columns, of rows r and r + 8.
         for column in zip(*calls, strict=True):
@@ -140,9 +141,6 @@ class _Word:
     def __add__(self, other) -> _Word:
         return self._with(arith.addi, other)
 
-    def __mul__(self, other) -> _Word:
-        return self._with(arith.muli, other)
-
     def __lshift__(self, other) -> _Word:
         return self._with(arith.shli, other)
 
@@ -163,6 +161,14 @@ def _wide_product(a: _Word, b: np.uint32) -> tuple[_Word, _Word]:
     found = llvm.inline_asm(both, numbers, text, "=r,=r,r,n")
     high, low = (llvm.extractvalue(kind, found, [i]) for i in range(2))
     return _Word(high), _Word(low)
+
+
+def _turned(word: _Word, by: _Word | int) -> _Word:
+    """In one instruction, whatever number of bits."""
+    by = _operand(by if isinstance(by, _Word) else np.uint32(by))
+    text = "shf.l.wrap.b32 $0, $1, $1, $2;"
+    kind = ir.IntegerType.get_signless(32)
+    return _Word(llvm.inline_asm(kind, [word.value, by], text, "=r,r,r"))
 
 
 def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
