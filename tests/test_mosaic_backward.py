@@ -189,7 +189,7 @@ def test_tiles_wider_than_heads(name, group, any_size, record_property):
 def test_what_lies_beyond_queries():
     """Whatever the scores of such rows, their probabilities are 0."""
     lse = memory.Filled(np.zeros((2, 5), np.float32), ("b", "t"), np.inf)
-    padded = memory._as_loaded(lse, {"t": 4}, "t")
+    padded = memory._as_loaded(lse, {"t": 4})
     assert padded.shape == (2, 8) and np.isinf(padded.value[:, 5:]).all()
     assert not np.any(padded.value[:, :5])
 
