@@ -127,6 +127,7 @@ CALLS = {
         1, 16384, 16, 16, 128, _CAUSAL, _segments
     ),
     "mask, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _mask),
+    "mask, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, {}, _mask),
     "mask of 16 documents, 1 x 16384, 16 x 128": Call(
         1, 16384, 16, 16, 128, _CAUSAL, _documents_as_mask
     ),

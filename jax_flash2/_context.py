@@ -24,7 +24,7 @@ from jax_flash2._rows import Context, Layout, copied, layout_of
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
-from pallas_kernels.core.dropout import GROUP
+from pallas_kernels.core.dropout import BLOCK, GROUP
 from pallas_kernels.core.mask import DenseMask, Lengths
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 
@@ -232,11 +232,11 @@ def _unaligned(call: Call, layout: Layout, names: str = "ts") -> str | None:
     """Why dropout keeps a method, for which these rows stay divided, from serving."""
     if call.spec.dropout is None:
         return None
+    unit = GROUP if "s" in names else BLOCK
     runs = [layout.stripe or call.size[name] for name in names]
-    if not any(n % GROUP for n in runs):
-        return None
-    what = "rows of a device" if not layout.stripe else "rows of a stripe"
-    return f"dropout needs multiples of {GROUP} {what}, got {max(runs)}"
+    whose = "stripe" if layout.stripe else "device"
+    why = f"dropout needs multiples of {unit} rows of a {whose}, got {max(runs)}"
+    return why if any(n % unit for n in runs) else None
 
 
 # All keys on each device.

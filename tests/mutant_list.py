@@ -171,8 +171,8 @@ MUTANTS = [
         ),
         (
             "other bits in a transposed block",
-            "for x in words]",
-            "for x in words[::-1]]",
+            "for x in words)",
+            "for x in words[::-1])",
             "tests/test_dropout.py -k orientation",
         ),
         (

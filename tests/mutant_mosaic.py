@@ -10,6 +10,7 @@ SCHEDULE = "tests/test_schedule.py"
 APART = "tests/test_mosaic_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/test_mosaic_backward.py -k divided_backward"
 OF_BIAS = "tests/test_mosaic_interpreted.py -m '' -k parts_of_a_bias"
+PADDING = "tests/test_mosaic_interpreted.py -m '' -k 'padding and bfloat16'"
 DROPPED = "tests/test_mosaic_interpreted.py -m '' -k dropped_keys"
 WORDS = "tests/test_mosaic_dealt.py -k words"
 CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
@@ -43,26 +44,26 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/forward.py",
         (
             "rows beyond the array among those that leave their range",
-            "jnp.where(in_range | beyond, 0, 1)",
-            "jnp.where(in_range | (beyond & False), 0, 1)",
+            "flash2.in_range(state, v.dtype) | beyond",
+            "flash2.in_range(state, v.dtype) | (beyond & False)",
             DROPPED,
+        ),
+        (
+            "no warpgroup waits for the one that clears",
+            'support.named_barrier("sync", jnp.int32(cleared), computing)',
+            "pass",
+            PADDING,
         ),
         (
             "values of dropped keys meet products in every pass",
-            "cleared = exists if of_pass.clears else None",
-            "cleared = None",
-            DROPPED,
-        ),
-        (
-            "values of dropped keys that a mask names are not cleared",
-            "return below if here.kept is None else below & here.kept",
-            "return below",
+            "clears = looked_at if drops_keys and not is_first else None",
+            "clears = None",
             DROPPED,
         ),
         (
             "the pass that clears has maxima alone",
-            "(drops_keys, peaks), (drops_keys, True)",
-            "(drops_keys, True), (drops_keys, True)",
+            "go(i, i, state)",
+            "go(i, 1, state)",
             DROPPED,
         ),
         (
@@ -106,7 +107,7 @@ MUTANTS = [
         ),
         (
             "dq by itself without tables of segments",
-            "dq_kernel(q, k, v, tabled,",
+            "dq_kernel(q, *cleared, tabled,",
             "dq_kernel(q, k, v, spec,",
             APART,
         ),
@@ -133,6 +134,21 @@ MUTANTS = [
             '(refs["dk"], refs["dv"])',
             '(refs["dv"], refs["dv"])',
             "tests/test_mosaic_interpreted.py -m '' -k parts_of_gradients_apart",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dropped.py",
+        (
+            "keys beyond their length are looked at",
+            "numbers < spec.kv_limit(size)",
+            "numbers < size",
+            PADDING,
+        ),
+        (
+            "keys that a mask drops are looked at",
+            "return below if keys is None",
+            "return below if True",
+            DROPPED,
         ),
     ),
     *of(

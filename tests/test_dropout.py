@@ -83,6 +83,16 @@ def by_place(pairs):
 
 
 # In the last, ties alone are kept, and half of them.
+@pytest.mark.parametrize("order", [("t", "s"), ("s", "t")])
+def test_queries_of_a_device_begin_at_any_sixteenth_row(order):
+    whole = kept((1, 2), 96, 64, order=order)
+    numberings = {**ALL, "t": Numbering(jnp.int32(48))}
+    part = kept((1, 2), 48, 64, order=order, numberings=numberings)
+    np.testing.assert_array_equal(
+        part, whole[48:] if order[0] == "t" else whole[:, 48:]
+    )
+
+
 @pytest.mark.parametrize("rate", [0.0001, 0.1, 0.5, 0.9, 1 - 2**-9])
 def test_share_of_kept_pairs(rate):
     """Over all pairs, every row and column, and every place in a cipher's call."""

@@ -131,6 +131,27 @@ def test_dropped_keys_never_come_through(axes, monkeypatch):
 
 
 @deep
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_padding_never_comes_through(dtype, monkeypatch):
+    """Nor do warpgroups race for what is made 0."""
+    mosaic_interpreter.install(monkeypatch, races=True)
+    case = dataclasses.replace(by_name("plain"), batch=(2,), t=200, s=230, h=64, d=64)
+    (q, k, v), _ = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
+    lengths = np.int32([190, 40])
+    arguments = {"key_value_seq_lengths": lengths, "is_causal": True}
+    clean = mosaic_interpreter.evaluate((q, k, v), cotangents, arguments)
+    padding = (np.arange(case.s) >= lengths[:, None])[..., None, None]
+    k, v = (jnp.where(padding, jnp.nan, x) for x in (k, v))
+    dirty = mosaic_interpreter.evaluate((q, k, v), cotangents, arguments)
+    assert not mosaic_interpreter.found_races()
+    assert "query" in clean
+    for name, a in clean.items():
+        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
+        assert np.all(np.isfinite(a)), name
+
+
+@deep
 @pytest.mark.parametrize(
     ("name", "head"), [("causal", 64), ("causal", 128), ("plain", 256)]
 )

@@ -35,7 +35,7 @@ from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.positions import Numbering
 
 BLOCK = 16  # rows of a block are multiples of it, and so is where they start
-GROUP = 32  # rows of a stripe are, and so is the number of its first one
+GROUP = 32  # keys of a stripe are, and so is the number of its first one
 _QUERIES, _KEYS = 2, 4  # rows of a call of the cipher, each 8 after the one before
 _TURNS = 0, 16  # bits that a word is turned by for the first two keys and the others
 _LEVELS = 1 << 16
@@ -84,7 +84,8 @@ class Dropout:
         Args:
           rows: (start, size) of `t` (queries) and `s` (keys), multiples of `BLOCK`. If
             the keys' size is a multiple of `GROUP`, so is their start.
-          numberings: of both; stripes and where they start are multiples of `GROUP`.
+          numberings: of both; stripes and where they start are multiples of `GROUP`, of
+            queries of `BLOCK`.
           order: the block's axes: ("t", "s"), or ("s", "t") for a transposed one.
           arithmetic: the backend's.
         """

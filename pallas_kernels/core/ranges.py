@@ -154,11 +154,12 @@ class Range(NamedTuple):
         """The same, but no block is said to be full.
 
         Args:
-          on: 1; a traced 0 leaves the range as it is.
+          on: 1; a 0, which may be traced, leaves the range as it is.
         """
         empty = self.need_lo, self.need_lo
         if isinstance(on, int):
-            return self._replace(full_lo=empty[0], full_hi=empty[1])
+            none = self._replace(full_lo=empty[0], full_hi=empty[1])
+            return none if on else self
         full = (self.full_lo, self.full_hi)
         lo, hi = (x + on * (none - x) for x, none in zip(full, empty, strict=True))
         return self._replace(full_lo=lo, full_hi=hi)

@@ -171,7 +171,7 @@ class AttentionSpec:
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether row 0 of queries and of keys are where all begin."""
+        """Whether all rows are here: they have no first number, stripes or offset."""
         rows = self.query_rows, self.key_rows
         begins = all(x.first is None and x.stripe is None for x in rows)
         return begins and self.offset is None

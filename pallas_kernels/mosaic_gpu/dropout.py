@@ -2,7 +2,7 @@
 
 A thread has rows r and r + 8 of sixteen, and two neighbours of each eight columns. So
 it has all pairs that share a call of the cipher (`core.dropout`), or half of them where
-rows are keys, and makes bits for its own pairs alone.
+rows are keys or keys no multiple of 32, and makes bits for its own pairs alone.
 """
 
 from __future__ import annotations

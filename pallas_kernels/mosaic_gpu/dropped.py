@@ -1,7 +1,8 @@
 """Keys that no query looks at: padding, and what a mask drops for all queries.
 
 They meet products, whose results count for nothing: but 0 times NaN is NaN. Such rows
-become zeros in shared memory, since to copy all keys and values before takes longer.
+become zeros in shared memory, since to copy all keys and values before takes longer (it
+is so where dq has a kernel of its own, and for the gradient of a bias).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def looked_at(
 
 
 def clear(tile, kept: jax.Array) -> None:
-    """Writes zeros to rows of a tile in shared memory, for this warpgroup's products.
+    """Writes zeros to rows of a tile in shared memory, before a product reads them.
 
-    Others may do the same at the same time.
+    By one warpgroup. Others must wait for it before their products.
 
     Args:
       kept: [rows], which ones stay as they are.

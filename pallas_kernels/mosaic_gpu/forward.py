@@ -29,7 +29,6 @@ each pair, come by TMA too, [block_q, block_kv] at a time.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from typing import Any
@@ -52,19 +51,6 @@ from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """A way through rounds.
-
-    Attributes:
-      clears: whether values of keys that no query looks at are made 0.
-      has_all_steps: whether all blocks have a running maximum.
-    """
-
-    clears: bool
-    has_all_steps: bool
 
 
 def forward(
@@ -109,10 +95,10 @@ def forward(
     # From global memory, what keys or pairs have comes while the products are made.
     loads_early = not numbers and any("s" in x.axes for x in jax.tree.leaves(spec))
     # Where all blocks may have masked pairs, they would all have a running maximum.
-    few_steps = spec.has_mask_of_pairs and not spec.peaks_inside
-    peaks, drops_keys = spec.peaks_inside, spec.drops_keys
-    ways = (False, peaks), (drops_keys, peaks), (drops_keys, True)
-    passes = [_Pass(*way) for way in dict.fromkeys(ways)]
+    peaks, drops_keys = int(spec.peaks_inside), spec.drops_keys
+    few_steps = spec.has_mask_of_pairs and not peaks
+    more_passes = drops_keys + 1 - peaks
+    cleared = 2 * computing + 2  # a named barrier, after those of turns
 
     def kernel(inputs, outputs, refs):
         q, k, v, all_spec = inputs
@@ -127,32 +113,37 @@ def forward(
             tile = schedule.tile(number, r)
             return program.query_start(all_spec, layout.at_tile(tile))
 
-        def keys_of(tile, own: _Pass):
+        def keys_of(tile, has_all_steps):
             spec, where, start = tile
             needed = program.key_blocks(spec, where, layout, start)
-            needed = needed.with_an_edge(1).with_a_block()
-            if own.has_all_steps:
-                needed = needed.all_edges()
+            needed = needed.with_an_edge(1).with_a_block().all_edges(has_all_steps)
             return needed, jnp.int32(needed.count)
 
         def keys_at(where, block):
             return {**where, "s": Rows(block * keys, keys)}
 
-        def rounds_of(number):
-            """Of a pass: all, or what warpgroups have left, when all are through."""
-            if number == 0:
-                return rounds
-            plgpu.barrier_wait(refs["walked"].at[number - 1])
-            each = (refs["left"][number - 1, i] for i in range(computing))
+        def rounds_left(number):
+            """What warpgroups have left, when all are through pass `number`."""
+            plgpu.barrier_wait(refs["walked"].at[number])
+            each = (refs["left"][number, i] for i in range(computing))
             return functools.reduce(operator.or_, each)
+
+        def more(go, state):
+            """`state = go(number, has_all_steps, state)` for all passes but the first.
+
+            In the last one all blocks have a running maximum.
+            """
+            if more_passes < 2:
+                return go(0, 1, state) if more_passes else state
+            return lax.fori_loop(0, 2, lambda i, state: go(i, i, state), state)
 
         @pl.when(me == computing)
         def load():
             plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
 
-            def visit(own: _Pass, r, first):
+            def visit(has_all_steps, r, first):
                 tile = tile_of(r)
-                needed, count = keys_of(tile, own)
+                needed, count = keys_of(tile, has_all_steps)
 
                 @pl.loop(0, count)
                 def _(i):
@@ -167,10 +158,14 @@ def forward(
 
                 return first + count
 
-            first = jnp.int32(0)
-            for number, own in enumerate(passes):
-                through = functools.partial(visit, own)
-                first = schedule.fold(rounds_of(number), through, first)
+            def again(number, has_all_steps, first):
+                left = rounds_left(number)
+                return schedule.fold(
+                    left, functools.partial(visit, has_all_steps), first
+                )
+
+            once = functools.partial(visit, peaks)
+            more(again, schedule.fold(rounds, once, jnp.int32(0)))
 
         @pl.when(me < computing)
         def compute():
@@ -207,16 +202,16 @@ def forward(
                 ring.release("k", i)
                 return qk
 
-            def walk(first, count, edges, steps, pairs, looked_at, q_read, acc):
+            def walk(first, count, edges, steps, pairs, q_read, looked_at, acc):
                 """Through the keys: tiles of the ring from number `first` on.
 
                 Args:
                   edges: how many of the `count` blocks may have masked pairs.
                   steps: how many of these have a running maximum.
                   pairs: of whether they may, and the tile's number.
+                  q_read: called when no more products read q.
                   looked_at: of a tile's number, at which of its keys; None where values
                     are taken as they are.
-                  q_read: called when no more products read q.
                 """
                 last = first + count - 1
 
@@ -229,7 +224,9 @@ def forward(
                     """The values of tile i are ready for `add`."""
                     if looked_at is not None:
                         ring.wait("v", i)
-                        dropped.clear(ring.tile("v", i), looked_at(i))
+                        tile = ring.tile("v", i)
+                        pl.when(me == 0)(lambda: dropped.clear(tile, looked_at(i)))
+                        support.named_barrier("sync", jnp.int32(cleared), computing)
 
                 def added(i):
                     plgpu.wgmma_wait(0)
@@ -280,14 +277,13 @@ def forward(
                 added(last)
                 return flash2.State(m, total, acc[...])
 
-            def visit(of_pass: _Pass, chosen, r, state):
+            def visit(is_first, has_all_steps, chosen, r, state):
                 """One round, of those in `chosen`; the rounds left are in the state."""
                 first, left = state
                 tile = spec, where, start = tile_of(r)
-                needed, count = keys_of(tile, of_pass)
+                needed, count = keys_of(tile, has_all_steps)
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
-                all_steps = of_pass.has_all_steps or not few_steps
-                steps = edges if all_steps else jnp.int32(1)
+                steps = 1 + has_all_steps * (edges - 1) if few_steps else edges
                 spec, own = program.query_rows(spec, where, layout, rows, ROWS)
 
                 def pairs(masked, i):
@@ -313,21 +309,18 @@ def forward(
                 pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if columns else lambda: None
-                cleared = looked_at if of_pass.clears else None
+                clears = looked_at if drops_keys and not is_first else None
                 through = functools.partial(
-                    walk, first, count, edges, steps, pairs, cleared, q_read
+                    walk, first, count, edges, steps, pairs, q_read, clears
                 )
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
-                good = has(left, r)
-                if of_pass != passes[-1]:
-                    beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
-                    in_range = flash2.in_range(state, v.dtype)
-                    out = jnp.where(in_range | beyond, 0, 1)
-                    out *= (steps != count).astype(jnp.int32)
-                    if drops_keys:
-                        finite = flash2.has_finite_sums(state)
-                        out |= jnp.where(finite | beyond, 0, 1)
-                    good &= support.anywhere(me, out) == 0
+                beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
+                in_range = flash2.in_range(state, v.dtype) | beyond
+                out = jnp.where(in_range, 0, 1) * (steps != count).astype(jnp.int32)
+                if drops_keys and is_first:
+                    finite = flash2.has_finite_sums(state) | beyond
+                    out |= jnp.where(finite, 0, 1)
+                good = has(left, r) & (support.anywhere(me, out) == 0)
                 left &= ~(good.astype(jnp.int32) << r)
 
                 @pl.when(good)
@@ -359,15 +352,16 @@ def forward(
                 return first + count, left
 
             turns.start(me)
-            state = jnp.int32(0), rounds
-            for number, own in enumerate(passes):
-                if number > 0:
-                    refs["left"][number - 1, me] = state[1]
-                    plgpu.barrier_arrive(refs["walked"].at[number - 1])
-                chosen = rounds_of(number)
-                through = functools.partial(visit, own, chosen)
-                state = schedule.fold(chosen, through, state)
 
+            def again(number, has_all_steps, state):
+                refs["left"][number, me] = state[1]
+                plgpu.barrier_arrive(refs["walked"].at[number])
+                left = rounds_left(number)
+                through = functools.partial(visit, False, has_all_steps, left)
+                return schedule.fold(left, through, state)
+
+            once = functools.partial(visit, True, peaks, rounds)
+            more(again, schedule.fold(rounds, once, (jnp.int32(0), rounds)))
             _wait_until_stored()
 
     found = memory.call(
@@ -380,7 +374,7 @@ def forward(
         scratch=_shared(
             blocks, layout.size, (h, d), v.dtype, of_output, numbers, columns
         )
-        | _between(len(passes), computing),
+        | _between(more_passes, computing),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -431,8 +425,8 @@ def _shared(
 
 
 def _between(passes: int, warpgroups: int) -> dict[str, Any]:
-    """What one pass leaves to the next, and barriers for all to be through."""
-    count = max(passes - 1, 1)
+    """What is left to so many more passes, and barriers for all to be through."""
+    count = max(passes, 1)
     return {
         "left": plgpu.SMEM((count, warpgroups), jnp.int32),
         "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),

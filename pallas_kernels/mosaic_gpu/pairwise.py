@@ -94,11 +94,14 @@ class PackedMask(DenseMask):
         if self.mask.columns == "t":
             return DenseMask(words).kept_keys()
         lost = tuple(i for i, name in enumerate(words.axes) if name in ("n", "t"))
+        names = tuple(a for a in words.axes if a not in ("n", "t"))
+        axes = (*(a for a in names if a != "s"), "s")
         any_of = lax.reduce(words.value, np.uint16(0), lax.bitwise_or, lost)
+        any_of = Named(any_of, names).to(axes)
         bits = any_of.reshape(*any_of.shape[:-1], -1, 1, WORDS, 1)
         bits = bits >> _places(bits.ndim, (bits.ndim - 3, bits.ndim - 1)) & 1
         kept = bits.reshape(*any_of.shape[:-1], -1)[..., : self.mask.size] == 1
-        return Named(kept, tuple(a for a in words.axes if a not in ("n", "t")))
+        return Named(kept, axes)
 
     def block_relation(self, block_q: int, block_kv: int) -> Relation:
         blocks = {"t": block_q, "s": block_kv}
