@@ -316,11 +316,11 @@ def forward(
                 state = pl.run_scoped(through, plgpu.ACC((ROWS, d), _F32))
                 beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
                 in_range = flash2.in_range(state, v.dtype) | beyond
-                out = jnp.where(in_range, 0, 1) * (steps != count).astype(jnp.int32)
+                out = support.anywhere(me, jnp.where(in_range, 0, 1))
+                good = has(left, r) & ((out == 0) | (steps == count))
                 if drops_keys and is_first:
                     finite = flash2.has_finite_sums(state) | beyond
-                    out |= jnp.where(finite, 0, 1)
-                good = has(left, r) & (support.anywhere(me, out) == 0)
+                    good &= support.anywhere(me, jnp.where(finite, 0, 1)) == 0
                 left &= ~(good.astype(jnp.int32) << r)
 
                 @pl.when(good)
