@@ -239,6 +239,8 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(backend, "_ARITHMETIC", support.ARITHMETIC)
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)
+    put(pairwise, "fetch", functools.partial(_load, transposed=True))
+    put(pairwise, "turned", lambda words, dtype: words)
     put(pairwise, "store", _store)
     put(pl, "get_global", lambda kind: _Semaphores())
     put(plgpu, "semaphore_wait", lambda *_, **__: None)

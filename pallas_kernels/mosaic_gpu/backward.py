@@ -41,7 +41,7 @@ from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch, Rows, load_tree
-from pallas_kernels.mosaic_gpu import dropped, memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropped, early, memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -89,7 +89,8 @@ def backward(
     computing = keys // ROWS
     parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
-    early = tuning.waits_early(width, spec)
+    waits_early = tuning.waits_early(width, spec)
+    fetches = tuning.fetches_early(width)
     dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     together = computing + 2  # a named barrier
     visits, drops_keys = visits_of(spec, layout), spec.drops_keys
@@ -158,7 +159,8 @@ def backward(
         def compute():
             plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
             mine = pl.ds(me * ROWS, ROWS)
-            own = {**where, "s": Rows(start + me * ROWS, ROWS)}
+            own_keys = {"s": Rows(start + me * ROWS, ROWS)}
+            own = {**where, **own_keys}
             own_spec = load_tree(spec, ("s", "t"), own)
             block_sum = plgpu.ACC((ROWS, rows), _F32)
 
@@ -181,13 +183,21 @@ def backward(
                 ring.wait("q", tile)
                 return pl.run_scoped(issue, block_sum)
 
-            def visit(dk_sum, dv_sum, tile, qk):
+            def fetch(tile):
+                """What each pair of a tile has in global memory, if registers do."""
+                if not fetches:
+                    return []
+                return early.fetch(own_spec, ("s", "t"), {**tiles.at(tile), **own_keys})
+
+            def visit(dk_sum, dv_sum, tile, state):
                 """Takes the products of keys and queries of a tile, makes the next."""
+                qk, words = state
                 qk = qk if ahead else first_products(tile)
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
-                here = {**there, "s": own["s"]}
+                head_spec = early.with_fetched(head_spec, words) if words else head_spec
+                here = {**there, **own_keys}
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
                 slot = lax.rem(tile, jnp.int32(dq_tiles))
@@ -215,7 +225,7 @@ def backward(
                     pairs, again = recomputed()
                     p = again.dropped
                     change = pairs.along(vector("delta", tile), "t")
-                    if early:
+                    if waits_early:
                         # The compiler moves nothing across this branch: exponents are
                         # made while the product runs, and not after it.
                         next_queries()
@@ -241,10 +251,11 @@ def backward(
                 dz_tile[mine] = dz.astype(q.dtype)
                 if p is not None:
                     issue_dv(p)
+                words = fetch(after)
                 plgpu.commit_smem()
                 plgpu.wgmma(dk_sum, dz_tile.at[mine], q_tile)
                 support.named_barrier("sync", jnp.int32(together), computing)
-                if ahead and not early:
+                if ahead and not waits_early:
                     next_queries()
 
                 @pl.when(tile >= dq_tiles)
@@ -268,7 +279,8 @@ def backward(
                     return loaded[0] if loaded else tile
 
                 dq_sum = plgpu.ACC(parts.shape, _F32)
-                return pl.run_scoped(of_queries, dq_sum, *[block_sum] * ahead)
+                qk = pl.run_scoped(of_queries, dq_sum, *[block_sum] * ahead)
+                return qk, words
 
             def walk(dk_sum, dv_sum):
                 first, count = jnp.int32(0), support.unknown(tiles.count)
@@ -277,7 +289,7 @@ def backward(
                 def _():
                     qk = first_products(first) if ahead else first
                     step = functools.partial(visit, dk_sum, dv_sum)
-                    lax.fori_loop(first, count, step, qk)
+                    lax.fori_loop(first, count, step, (qk, fetch(first)))
 
                 return dk_sum[...], dv_sum[...]
 

@@ -24,7 +24,7 @@ from pallas_kernels import device, division, program
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, pairwise, support, tuning
+from pallas_kernels.mosaic_gpu import early, memory, pairwise, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
@@ -69,7 +69,7 @@ def dbias(
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = tuning.head_tiles(layout.size)
     elements, wider = memory.of_tiles(layout.size, width)
-    numbers = memory.by_tiles(spec)  # the bias, or nothing
+    numbers = early.by_tiles(spec)  # the bias, or nothing
 
     def kernel(inputs, outputs, refs):
         q, k, v, spec, (lse_log2, delta, do) = inputs
@@ -111,11 +111,11 @@ def dbias(
             mine, block_sum = pl.ds(me * ROWS, ROWS), plgpu.ACC((ROWS, keys), _F32)
             own_tile = of_rows({**where, **of_keys}, me * ROWS, ROWS)
             with_bias = spec
-            for view in memory.by_tiles(spec):
+            for view in early.by_tiles(spec):
                 bias, here = refs["bias"].at[me], refs["bias here"].at[me]
                 plgpu.copy_gmem_to_smem(view.at(own_tile), bias, here)
                 plgpu.barrier_wait(here)
-                with_bias = memory.in_tile(spec, bias)
+                with_bias = early.in_tile(spec, bias)
 
             def product(block, i):
                 """Issues that of rows and keys in place i."""

@@ -45,7 +45,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import dropped, memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropped, early, memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -82,7 +82,7 @@ def forward(
     width = memory.forward_tiles(layout.size)
     h, d = width["h"], width["d"]
     of_output = outputs[0].dtype
-    numbers = memory.by_tiles(spec)  # at most one array
+    numbers = early.by_tiles(spec)  # at most one array
     if not tuning.pairs_fit(blocks, (h, d), of_output.itemsize):
         numbers = []
     columns = tuning.output_columns(
@@ -150,7 +150,7 @@ def forward(
                     here = keys_at(tile[1], needed.at(i)[1])
                     ring.fill(first + i, k=k.at(here))
                     ring.fill(first + i, v=v.at(here))
-                    for view in memory.by_tiles(all_spec)[: len(numbers)]:
+                    for view in early.by_tiles(all_spec)[: len(numbers)]:
                         for own in range(computing):
                             rows = {"t": Rows(tile[2] + own * ROWS, ROWS)}
                             place = (first + i) * computing + own
@@ -292,7 +292,7 @@ def forward(
                         return program.pairs(spec, here, ("t", "s"), masked, launch)
                     place = i * computing + me
                     own_ring.wait("pairs", place)
-                    there = memory.in_tile(spec, own_ring.tile("pairs", place))
+                    there = early.in_tile(spec, own_ring.tile("pairs", place))
                     found = program.pairs(there, here, ("t", "s"), masked, launch)
                     own_ring.release("pairs", place, loaded=True)
                     return found

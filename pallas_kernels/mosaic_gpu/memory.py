@@ -98,6 +98,19 @@ class View(layout.View):
         numbers = support.ARITHMETIC.along(vector, axis - len(order), shape)
         return numbers != 0 if self.boolean else numbers
 
+    def fetch(self, order: tuple[str, str], where: Mapping[str, Any]) -> jax.Array:
+        """A block of pairs as it lies in memory, from which `fetched` makes it.
+
+        Of a transposed block of two bytes a pair, or of a mask's words.
+        """
+        shape = self.block[order[0]], self.block[order[1]]
+        if self.boolean:
+            return self._load_pairs(order, where, shape)
+        return pairwise.fetch(self.at(where), shape)
+
+    def fetched(self, words: jax.Array) -> jax.Array:
+        return words if self.boolean else pairwise.turned(words, self.dtype)
+
     def _load_pairs(self, order, where, shape: tuple[int, int]) -> jax.Array:
         transposed = order == ("s", "t")
         if not self.boolean:
@@ -106,49 +119,6 @@ class View(layout.View):
         start = lax.div(where[name].start, jnp.int32(bits))
         words = self.at({**where, name: Rows(start, shape[1] // bits)})
         return pairwise.load_words(words, shape, transposed=transposed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile(layout.View):
-    """A block of pairs that TMA has brought to shared memory."""
-
-    def read(self, index, mask, other):
-        raise NotImplementedError("it is loaded whole")
-
-    def write(self, index, value, mask):
-        raise NotImplementedError("it is only read")
-
-    def load(
-        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
-    ):
-        del where, padding
-        assert order == ("t", "s"), f"{order=}"
-        return support.load_tile(self.ref)
-
-
-def by_tiles(spec) -> list:
-    """What of a spec TMA could bring: numbers of two bytes, one for each pair.
-
-    A spec has one such array at most, its bias: masks are boolean.
-
-    Args:
-      spec: of `Named` arrays or of `View`s.
-    """
-    return [x for x in jax.tree.leaves(spec) if _comes_by_tiles(x)]
-
-
-def in_tile(spec, ref):
-    """The spec with its numbers of pairs in a tile in shared memory."""
-    return jax.tree.map(lambda x: Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec)
-
-
-def _comes_by_tiles(x) -> bool:
-    if isinstance(x, Named):
-        x = x.squeezed()
-    elif not isinstance(x, View):
-        return False
-    is_boolean = x.boolean if isinstance(x, View) else _is_boolean(x)
-    return {"t", "s"} <= set(x.axes) and not is_boolean and x.dtype.itemsize == 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +235,7 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _is_boolean(x: Named) -> bool:
+def is_boolean(x: Named) -> bool:
     return x.dtype == jnp.bool_
 
 
@@ -277,7 +247,7 @@ def _as_loaded(x: Named, block: Mapping[str, int]) -> Named:
     if isinstance(x, pairwise.Packed):
         columns = block[x.columns] // pairwise.BITS
         return _as_copied(x.words, {**block, x.columns: columns}, pairwise.FULL)
-    if _is_boolean(x):
+    if is_boolean(x):
         return _as_copied(Named(x.value.astype(jnp.int32), x.axes), block, fill=1)
     if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
         x = Named(x.value.astype(jnp.bfloat16), x.axes)
@@ -403,7 +373,7 @@ def call(
       programs: how many; None for one for each tile of the grid.
     """
     leaves, tree = jax.tree.flatten(inputs)
-    boolean = [_is_boolean(x) for x in (*leaves, *outputs)]
+    boolean = [is_boolean(x) for x in (*leaves, *outputs)]
     sizes = {**grid.rows, **tiles}
     operands = [_as_loaded(x, sizes) for x in leaves]
     results = [_as_copied(x, sizes) for x in outputs]

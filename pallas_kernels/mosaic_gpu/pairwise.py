@@ -144,6 +144,8 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
       shape: of the block.
       transposed: whether it is [keys, queries].
     """
+    if transposed and ref.dtype.itemsize == 2:
+        return turned(fetch(ref, shape), ref.dtype)
 
     def of_place(pointer, row, column, strides, kind):
         rows, columns = reversed(strides) if transposed else strides
@@ -161,6 +163,61 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
         return register
 
     return _loaded(ref, shape, ref.dtype, of_place)
+
+
+def fetch(ref, shape: tuple[int, int]) -> jax.Array:
+    """Numbers of two bytes of a transposed block, as they lie in memory, for `turned`.
+
+    Of each eight keys and eight queries a thread gets two keys of one query, which
+    follow one another, in one word (uint32): half of the registers of the block.
+
+    Args:
+      ref, shape: as for `load`.
+    """
+
+    def of_place(pointer, row, column, strides, kind):
+        queries, keys = strides
+        within = arith.andi(row, _i32(_EIGHTS - 1))  # 8 rows: here they are queries
+        key = _sum(arith.subi(row, within), column)
+        first = _sum(_product(within, queries), _product(key, keys))
+        here = utils.getelementptr(pointer, [first], kind)
+        word = ir.IntegerType.get_signless(32)
+        both = ir.VectorType.get((2,), word)
+
+        def register(i, j):
+            places = [8 * i * keys + 8 * (2 * j + e) * queries for e in (0, 1)]
+            at = [utils.getelementptr(here, [_i32(n)], kind) for n in places]
+            return vector.from_elements(both, [llvm.load(word, x) for x in at])
+
+        return register
+
+    return _loaded(ref, (shape[0], shape[1] // 2), jnp.uint32, of_place)
+
+
+def turned(words: jax.Array, dtype) -> jax.Array:
+    """The transposed block of numbers that were fetched (`fetch`)."""
+    keys, half = words.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(_LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((keys, 2 * half), dtype, layout=_LAYOUT),
+    )
+    def turn(_, words):
+        kind = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        shape = words.layout.registers_shape((keys, 2 * half))
+        registers = np.empty(shape, dtype=object)
+        word = ir.IntegerType.get_signless(32)
+        text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+        for n in range(registers.size):
+            i, j = n % 2, n // 2
+            own = vector.extract(words.registers.flat[j // 2 * 2 + i], [], [j % 2])
+            found = llvm.inline_asm(word, [own], text, "=r,r", has_side_effects=True)
+            registers.flat[n] = llvm.bitcast(kind, found)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=words.layout, _is_signed=None
+        )
+
+    return turn(words)
 
 
 def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:

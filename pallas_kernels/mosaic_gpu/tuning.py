@@ -277,6 +277,11 @@ def waits_early(width: Mapping[str, int], spec: AttentionSpec) -> bool:
     return computes_ahead(width) and not (narrow and spec.dropout is not None)
 
 
+def fetches_early(width: Mapping[str, int]) -> bool:
+    """Whether registers suffice for what the next tile's pairs have."""
+    return computes_ahead(width)
+
+
 def warps_that_add(width: Mapping[str, int]) -> int:
     """Of the backward kernel. Two have twice the time for each block of dq.
 

@@ -1,0 +1,103 @@
+"""Numbers of pairs that are there before a block of scores is.
+
+In the forward TMA brings blocks of a bias to shared memory. In the backward threads
+load what the next tile's pairs have (of a bias, of a mask) while they compute this one,
+as it lies in memory: half of the registers that the block takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels import layout
+from pallas_kernels.core.axes import Named
+from pallas_kernels.mosaic_gpu import memory, support
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block(layout.View):
+    """A block of pairs that is there, wherever a loop has come to."""
+
+    def read(self, index, mask, other):
+        raise NotImplementedError("it is loaded whole")
+
+    def write(self, index, value, mask):
+        raise NotImplementedError("it is only read")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile(_Block):
+    """In shared memory."""
+
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ):
+        del where, padding
+        assert order == ("t", "s"), f"{order=}"
+        return support.load_tile(self.ref)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetched(_Block):
+    """In registers; the Ref is a `View` of what it was loaded from."""
+
+    words: jax.Array
+
+    def load(
+        self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
+    ):
+        del order, where, padding
+        return self.ref.fetched(self.words)
+
+
+def by_tiles(spec) -> list:
+    """What of a spec TMA could bring: numbers of two bytes, one for each pair.
+
+    A spec has one such array at most, its bias: masks are boolean.
+
+    Args:
+      spec: of `Named` arrays or of `View`s.
+    """
+    return [x for x in jax.tree.leaves(spec) if _comes_by_tiles(x)]
+
+
+def in_tile(spec, ref):
+    """The spec with its numbers of pairs in a tile in shared memory."""
+    return jax.tree.map(lambda x: _Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec)
+
+
+def fetch(spec, order: tuple[str, str], where: Mapping[str, Any]) -> list[jax.Array]:
+    """What a block's pairs have, for `with_fetched`: numbers of two bytes, and masks.
+
+    Args:
+      spec: of `View`s.
+      order, where: of the block, which is transposed.
+    """
+    return [x.fetch(order, where) for x in jax.tree.leaves(spec) if _is_fetched(x)]
+
+
+def with_fetched(spec, words: Sequence[jax.Array]):
+    """The spec with what was fetched of it."""
+    left = iter(words)
+    return jax.tree.map(
+        lambda x: _Fetched(x, x.axes, next(left)) if _is_fetched(x) else x, spec
+    )
+
+
+def _comes_by_tiles(x) -> bool:
+    if isinstance(x, Named):
+        x = x.squeezed()
+    elif not isinstance(x, memory.View):
+        return False
+    is_boolean = x.boolean if isinstance(x, memory.View) else memory.is_boolean(x)
+    return {"t", "s"} <= set(x.axes) and not is_boolean and x.dtype.itemsize == 2
+
+
+def _is_fetched(x) -> bool:
+    if not isinstance(x, memory.View):
+        return False
+    return _comes_by_tiles(x) or (x.boolean and {"t", "s"} <= set(x.axes))
