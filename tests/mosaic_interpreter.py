@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -31,6 +32,7 @@ from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import pairwise, support
+from pallas_kernels.mosaic_gpu.rounds import Taken
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
@@ -68,6 +70,16 @@ def _load_words(ref, shape, *, transposed: bool):
     words = words.reshape(shape[0], -1, 1, pairwise.WORDS, 1)
     places = jnp.arange(16).reshape(8, 1, 2)
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
+
+
+def _take(rounds: Taken, r) -> None:
+    """One outcome of many: each program takes every so many-th tile."""
+    number, every = lax.axis_index("program"), rounds.schedule.programs
+
+    @pl.when(r < rounds.schedule.most_rounds)
+    def _():
+        rounds.numbers[rounds._place(r)] = number + r * every
+        plgpu.barrier_arrive(rounds.here.at[r])
 
 
 def _store(ref, x) -> None:
@@ -233,6 +245,8 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(support, "anywhere", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
+    put(Taken, "take", _take)
+    put(support, "same", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms

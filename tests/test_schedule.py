@@ -77,9 +77,16 @@ def test_schedule_of_many_tiles(heads, rows, together):
     assert free.mean() > 0.93 * free.max()
 
 
-def test_schedule_of_unknown_work():
-    schedule = Schedule.of(1000, 132, alike=False)
-    assert schedule.programs == 1000 and schedule.most_rounds == 1
+@pytest.mark.parametrize("tiles", [1, 132, 133, 1000, 31 * 132, 31 * 132 + 1, 9999])
+def test_schedule_of_unknown_work(tiles):
+    """Programs take tiles, of which there are never more than they have rounds for."""
+    schedule = Schedule.of(tiles, 132, alike=False)
+    assert schedule.dealt == (tiles <= 132)
+    assert schedule.programs % schedule.together == 0
+    assert schedule.programs <= max(132, tiles)
+    assert schedule.programs - schedule.together < tiles / MOST_ROUNDS
+    assert schedule.most_rounds <= MOST_ROUNDS
+    assert schedule.programs * schedule.most_rounds >= tiles
 
 
 def test_sets_of_rounds():

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
 A tile is a block of query rows of one head and batch entry. A program goes through
-several, one a round (`schedule.Schedule`, and `memory.Layout` for their order).
+several, one a round (`rounds`, `schedule.Schedule`; `memory.Layout` for their order).
 
 A program has warpgroups that compute, of 64 query rows each, and one that only loads:
 it brings keys and values by TMA into a ring of tiles in shared memory, in the order of
@@ -45,9 +45,9 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import dropped, early, memory, support, tuning
+from pallas_kernels.mosaic_gpu import dropped, early, memory, rounds, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
-from pallas_kernels.mosaic_gpu.schedule import Schedule, has, has_last, has_next
+from pallas_kernels.mosaic_gpu.schedule import Schedule, has
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _F32 = jnp.float32
@@ -75,7 +75,8 @@ def forward(
     layout = memory.Layout.of(
         "forward", operands, launch, by_block=spec.later_rows_see_more
     )
-    # Beside a part, keys of other devices travel, which holds some multiprocessors.
+    # Beside a part, keys of other devices travel, which holds some multiprocessors:
+    # programs that start late must find their tiles taken.
     alike = spec.rows_are_sorted and not spec.is_part
     schedule = Schedule.of(layout.tiles, device.multiprocessors(), alike=alike)
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
@@ -106,11 +107,11 @@ def forward(
         me, number = lax.axis_index("warpgroup"), lax.axis_index("program")
         ring = Ring(refs, blocks.num_stages)
         own_ring = Ring(refs, computing)  # a tile of pairs for each warpgroup
-        rounds = schedule.rounds(number)
+        own_rounds = rounds.of(schedule, number, refs)
 
         def tile_of(r):
             """Of round r: the spec with scalars loaded, where it is, its first row."""
-            tile = schedule.tile(number, r)
+            tile = own_rounds.tile(r)
             return program.query_start(all_spec, layout.at_tile(tile))
 
         def keys_of(tile, has_all_steps):
@@ -125,7 +126,8 @@ def forward(
         def rounds_left(number):
             """What warpgroups have left, when all are through pass `number`."""
             plgpu.barrier_wait(refs["walked"].at[number])
-            each = (refs["left"][number, i] for i in range(computing))
+            first = number * computing
+            each = (refs["numbers"][first + i] for i in range(computing))
             return functools.reduce(operator.or_, each)
 
         def more(go, state):
@@ -158,14 +160,17 @@ def forward(
 
                 return first + count
 
-            def again(number, has_all_steps, first):
-                left = rounds_left(number)
-                return schedule.fold(
-                    left, functools.partial(visit, has_all_steps), first
-                )
+            def once(r, first):
+                first = visit(peaks, r, first)
+                own_rounds.take(r + 1)
+                return first
 
-            once = functools.partial(visit, peaks)
-            more(again, schedule.fold(rounds, once, jnp.int32(0)))
+            def again(number, has_all_steps, first):
+                left = rounds.InSet(schedule, rounds_left(number))
+                return left.fold(functools.partial(visit, has_all_steps), first)
+
+            own_rounds.take(0)
+            more(again, own_rounds.fold(once, jnp.int32(0)))
 
         @pl.when(me < computing)
         def compute():
@@ -277,9 +282,10 @@ def forward(
                 added(last)
                 return flash2.State(m, total, acc[...])
 
-            def visit(is_first, has_all_steps, chosen, r, state):
+            def visit(chosen, has_all_steps, r, state):
                 """One round, of those in `chosen`; the rounds left are in the state."""
                 first, left = state
+                is_first = chosen is own_rounds
                 tile = spec, where, start = tile_of(r)
                 needed, count = keys_of(tile, has_all_steps)
                 edges, rows = jnp.int32(needed.edges), start + me * ROWS
@@ -304,9 +310,11 @@ def forward(
                     )
 
                 def fetch_next():
-                    pl.when(has_next(chosen, r))(lambda: fetch_q(r + 1))
+                    if is_first:
+                        own_rounds.wait_for(r + 1)
+                    pl.when(chosen.has_next(r))(lambda: fetch_q(r + 1))
 
-                pl.when(~has_last(chosen, r))(lambda: fetch_q(r))  # else it was fetched
+                pl.when(~chosen.has_last(r))(lambda: fetch_q(r))  # else it was fetched
                 plgpu.barrier_wait(q_here)
                 q_read = fetch_next if columns else lambda: None
                 clears = looked_at if drops_keys and not is_first else None
@@ -317,11 +325,15 @@ def forward(
                 beyond = rows + support.numbers_along(0, ROWS) >= layout.size["t"]
                 in_range = flash2.in_range(state, v.dtype) | beyond
                 out = support.anywhere(me, jnp.where(in_range, 0, 1))
-                good = has(left, r) & ((out == 0) | (steps == count))
+                good = (out == 0) | (steps == count)
                 if drops_keys and is_first:
                     finite = flash2.has_finite_sums(state) | beyond
                     good &= support.anywhere(me, jnp.where(finite, 0, 1)) == 0
-                left &= ~(good.astype(jnp.int32) << r)
+                if is_first:
+                    left |= (~good).astype(jnp.int32) << r
+                else:
+                    good &= has(left, r)
+                    left &= ~(good.astype(jnp.int32) << r)
 
                 @pl.when(good)
                 def store():
@@ -354,14 +366,14 @@ def forward(
             turns.start(me)
 
             def again(number, has_all_steps, state):
-                refs["left"][number, me] = state[1]
+                refs["numbers"][number * computing + me] = state[1]
                 plgpu.barrier_arrive(refs["walked"].at[number])
-                left = rounds_left(number)
-                through = functools.partial(visit, False, has_all_steps, left)
-                return schedule.fold(left, through, state)
+                left = rounds.InSet(schedule, rounds_left(number))
+                return left.fold(functools.partial(visit, left, has_all_steps), state)
 
-            once = functools.partial(visit, True, peaks, rounds)
-            more(again, schedule.fold(rounds, once, (jnp.int32(0), rounds)))
+            own_rounds.wait_for(0)
+            once = functools.partial(visit, own_rounds, peaks)
+            more(again, own_rounds.fold(once, (jnp.int32(0), jnp.int32(0))))
             _wait_until_stored()
 
     found = memory.call(
@@ -374,7 +386,7 @@ def forward(
         scratch=_shared(
             blocks, layout.size, (h, d), v.dtype, of_output, numbers, columns
         )
-        | _between(more_passes, computing),
+        | rounds.shared(schedule, more_passes, computing),
         warpgroups=computing + 1,
         name="flash2_forward",
         programs=schedule.programs,
@@ -422,12 +434,3 @@ def _shared(
         row = memory.head_elements(size["d"]) if of_output.itemsize > 2 else columns
         refs["o"] = support.tile((computing, ROWS, columns), of_output, row, array)
     return refs
-
-
-def _between(passes: int, warpgroups: int) -> dict[str, Any]:
-    """What is left to so many more passes, and barriers for all to be through."""
-    count = max(passes, 1)
-    return {
-        "left": plgpu.SMEM((count, warpgroups), jnp.int32),
-        "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),
-    }

@@ -22,37 +22,39 @@ class Schedule:
       tiles: how many there are.
       programs: how many, at most as many as tiles.
       together: how many of them run at the same time; then come as many others.
+      dealt: whether each program's tiles are chosen before anything runs.
     """
 
     tiles: int
     programs: int
     together: int
+    dealt: bool
 
     @classmethod
     def of(cls, tiles: int, multiprocessors: int, *, alike: bool) -> Schedule:
-        """One program on each multiprocessor, where their work can be made alike.
+        """One program on each multiprocessor (`rounds`).
 
-        A program loads for its next tile while it computes, which the next program on
-        its multiprocessor cannot. But the tiles that a program goes through are chosen
-        before anything runs. Where data say how long they take, each is a program: the
-        GPU then gives the next one to the multiprocessor that is free first. If rounds
-        would be more than `MOST_ROUNDS`, each multiprocessor has several programs, one
-        after the other, and those that run together take tiles that lie together.
+        If rounds would be more than `MOST_ROUNDS`, each multiprocessor has several, one
+        after the other. Where tiles are dealt out, those that run together have tiles
+        that lie together.
 
         Args:
           alike: whether tiles take equally long, or are known to be sorted by that.
         """
-        together = min(tiles, multiprocessors) if alike else tiles
+        together = min(tiles, multiprocessors)
         times = -(-tiles // (MOST_ROUNDS * together))
-        return cls(tiles, times * together, together)
+        dealt = alike or tiles <= together
+        return cls(tiles, times * together, together, dealt)
 
     @property
     def most_rounds(self) -> int:
-        """Of a program: the last ones may lack some."""
-        return -(-self.tiles // self.programs)
+        """Of a program: some may have fewer."""
+        if self.dealt:
+            return -(-self.tiles // self.programs)
+        return min(MOST_ROUNDS, self.tiles)
 
     def tile(self, program, r):
-        """The tile of a program in round r.
+        """The tile of a program in round r, where tiles are dealt out.
 
         Every other round deals the tiles out backwards. So the sums are alike where the
         tiles are sorted.

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -20,6 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
+_GLOBAL, _SHARED = 1, 3  # address spaces
 _LOADS_BY_INDEX = jax.__version_info__ < (0, 11)
 # Whether tiles that are one swizzled part wide can be copied from arrays of any width.
 COPIES_ANY_WIDTH = jax.__version_info__ >= (0, 11)
@@ -234,6 +236,59 @@ def finish_loads() -> None:
         llvm.inline_asm(nothing, [], text, "", has_side_effects=True)
 
     issue()
+
+
+def take(counter, into) -> None:
+    """Adds 1 to a counter in global memory; what it was goes to shared memory.
+
+    Each taker gets a number of its own, which all threads of its warpgroup may then
+    read.
+
+    Args:
+      counter, into: int32 numbers.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def issue(_, counter, into):
+        text = (
+            "{ .reg .pred p; .reg .b32 n, w; mov.u32 w, %tid.x; "
+            f"rem.u32 n, w, {WARPGROUP}; div.u32 w, w, {WARPGROUP}; "
+            "add.u32 w, w, 1; setp.eq.u32 p, n, 0; "
+            "@p atom.global.add.u32 n, [$0], 1; @p st.shared.u32 [$1], n; "
+            f"bar.sync w, {WARPGROUP}; }}"  # the barrier of the warpgroup itself
+        )
+        nothing = ir.Type.parse("!llvm.void")
+        places = [_pointer(counter, _GLOBAL), _pointer(into, _SHARED)]
+        llvm.inline_asm(nothing, places, text, "l,r", has_side_effects=True)
+
+    issue(counter, into)
+
+
+def same(number: jax.Array) -> jax.Array:
+    """A number that all threads of the warpgroup have, as the compiler must see.
+
+    It puts products in sequence where threads may take branches apart (ptxas C7520).
+    """
+    splat = plgpu.Layout.WG_SPLAT
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
+
+    @plgpu.inline_mgpu(arg_types=(splat,), return_type=result)
+    def shuffle(_, number):
+        kind, text = (
+            ir.IntegerType.get_signless(32),
+            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
+        )
+        numbers = [number.registers[()]]
+        found = llvm.inline_asm(kind, numbers, text, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return shuffle(number)
+
+
+def _pointer(ref: ir.Value, space: int) -> ir.Value:
+    """To the first element, in an address space."""
+    kind = llvm.PointerType.get(space)
+    return llvm.addrspacecast(kind, utils.memref_ptr(ref))
 
 
 def anywhere(me, flags: jax.Array) -> jax.Array:
