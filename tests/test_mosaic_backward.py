@@ -254,8 +254,12 @@ def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
     ],
 )
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_padding_never_comes_through(poison, packed, dtype, head, any_size):
+@pytest.mark.parametrize("count", [3, 132])
+def test_padding_never_comes_through(
+    count, poison, packed, dtype, head, any_size, multiprocessors
+):
     """What lies beyond the lengths changes no bit of any result."""
+    multiprocessors(count)
     case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333)
     case = with_heads(case, head)
     (q, k, v), _ = case.inputs(dtype)
@@ -287,7 +291,11 @@ def test_padding_never_comes_through(poison, packed, dtype, head, any_size):
 @on_hopper
 @pytest.mark.parametrize("axes", ["bs", "ts", "bnts"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_dropped_keys_never_come_through(poison, axes, any_size):
+@pytest.mark.parametrize("count", [3, 132])
+def test_dropped_keys_never_come_through(
+    count, poison, axes, any_size, multiprocessors
+):
+    multiprocessors(count)
     case = dataclasses.replace(by_name("plain"), t=300, s=333, h=64, d=64)
     check_dropped_keys(
         case,

@@ -299,8 +299,17 @@ def test_error_rule(case, dtype, record_property):
     check(case.full(), dtype, record_property)
 
 
+# Programs take tiles here: how long each runs is not known before.
+UNSORTED = ("offset_batch", "lengths", "segments", "mask")
+MANY_TILES = [
+    case
+    for i, case in enumerate(SERVED)
+    if i % 3 == 0 or any(word in case.name for word in UNSORTED)
+]
+
+
 @on_hopper
-@pytest.mark.parametrize("case", SERVED[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: case.name)
 def test_error_rule_of_many_tiles_a_program(case, multiprocessors, record_property):
     multiprocessors(3)
     check(case.full(), "bfloat16", record_property)
