@@ -262,6 +262,17 @@ def test_gradients_go_to_the_backend_that_measured_faster():
     assert "gradients: triton" not in texts[-2]
 
 
+def test_short_rows_with_lengths():
+    lengths = {"is_causal": True, "key_value_seq_lengths": np.full(32, 300, np.int32)}
+    assert _choice((32, 512, 16, 128), **lengths) == "mosaic_gpu"
+    assert _choice((32, 510, 16, 128), **lengths) == "triton"
+    assert _choice((32, 512, 16, 64), **lengths) == "triton"
+    q = jax.ShapeDtypeStruct((32, 512, 16, 128), jnp.bfloat16)
+    texts = []
+    lower_for_gpu(lambda q: texts.append(explain(q, q, q, **lengths)) or q, q)
+    assert "gradients: triton, since about 256 keys" in texts[0]
+
+
 def _features(rows: int) -> dict[str, dict]:
     return {
         "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},

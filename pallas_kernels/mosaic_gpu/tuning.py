@@ -140,13 +140,17 @@ _FEWEST_KEYS = {
 _FEWEST_OF_BIASES = (128, 1024)
 _FEWEST_OF_GRADIENTS = 256
 _FEWEST_OF_WINDOWS = 450
-# Of packed documents, with heads of more than 95. They take 0.92 to 1.24 times Triton's
-# speed as documents have 250 to 8192 rows on average, heads of 64 0.64 to 1.12 (NVIDIA
-# H100, 2026-11-26: 084-documents-on-hopper.md).
+# Of packed documents, with heads of more than 95. They run at 1.00 to 1.20 times
+# Triton's speed as documents have 250 to 2000 rows on average, heads of 64 at 0.86 to
+# 1.04 times (NVIDIA H100, 2026-11-27: 089-tiles-that-programs-take.md).
 _FEWEST_OF_DOCUMENTS = 1024
 _FEWEST_OF_MASKS = 512  # of pairs, and dropout
-# Of key lengths, and of biases of four bytes; beside small heads of windows, masks and
-# dropout.
+# Of key lengths with heads of 96 to 128, forward and backward. 32 x 512, 16 x 128
+# causal takes 0.79 of Triton's time, with both passes 0.98 (NVIDIA H100, 2026-11-27:
+# 089-tiles-that-programs-take.md).
+_FEWEST_OF_LENGTHS = (256, 1024)
+# Of key lengths with other heads, masks of keys, and biases of four bytes; beside small
+# heads of windows, masks and dropout.
 _FEWEST_OF_OTHERS = 1024
 # Beside heads of 64 to 95: both passes are 1.04 to 1.15 times as fast, the forward 0.94
 # to 1.09 times (NVIDIA H100, 2026-11-26: 081-short-rows-on-hopper.md).
@@ -181,12 +185,15 @@ def _fewest_keys(call: Call) -> tuple[int, int]:
     least = [_FEWEST_OF_WINDOWS] if spec.is_windowed else [0]
     if spec.has_mask_of_pairs or spec.dropout is not None:
         least.append(_FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS)
-    if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
-        least.append(_FEWEST_OF_OTHERS)
     sorted_and_plain = spec.later_rows_see_more and not spec.has_bias_of_pairs
     if sorted_and_plain and 63 < largest <= 95:
         causal = not spec.is_windowed
         forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
+    if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
+        only_lengths = not (spec.is_windowed or spec.is_data_dependent)
+        measured = only_lengths and 95 < largest <= 128
+        of_lengths = _FEWEST_OF_LENGTHS if measured else (_FEWEST_OF_OTHERS,) * 2
+        forward, backward = map(max, of_lengths, (forward, backward))
     return max(forward, *least), max(backward, *least)
 
 
