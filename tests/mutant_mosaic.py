@@ -14,6 +14,7 @@ PADDING = "tests/test_mosaic_interpreted.py -m '' -k 'padding and bfloat16'"
 DROPPED = "tests/test_mosaic_interpreted.py -m '' -k dropped_keys"
 WORDS = "tests/test_mosaic_dealt.py -k words"
 CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
+TAKEN = "tests/test_mosaic_interpreted.py -k 'rule and segments_causal_gqa'"
 
 MUTANTS = [
     *of(
@@ -263,7 +264,46 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/mosaic_gpu/rounds.py",
+        (
+            "nobody takes the last tile",
+            "(self.tile(last) < self.schedule.tiles)",
+            "(self.tile(last) < self.schedule.tiles - 1)",
+            TAKEN,
+        ),
+        (
+            "numbers of tiles where those of rounds left are",
+            "self.numbers.shape[0] - self.schedule.most_rounds + r",
+            "0 * r",
+            TAKEN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/forward.py",
+        (
+            "rounds that met what is not finite are not made again",
+            "left |= (~good).astype(jnp.int32) << r",
+            "left |= 0 * r",
+            PADDING,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/backward.py",
+        (
+            "pairs of the last tile once more",
+            "words = fetch(after)",
+            "words = fetch(tile)",
+            "tests/test_mosaic_interpreted.py -m '' -k 'rule and bias_half'",
+        ),
+    ),
+    *of(
         "pallas_kernels/mosaic_gpu/schedule.py",
+        (
+            "tiles of unknown length are dealt out",
+            "dealt = alike or tiles <= together",
+            "dealt = True",
+            SCHEDULE,
+        ),
         (
             "every round deals tiles out in the same direction",
             "back = (r & 1) * ",

@@ -74,7 +74,14 @@ def test_blocks_lower(blocks):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("causal", 1), ("head_192_128", 2), ("head_256", 3)]
+    ("name", "kernels"),
+    [
+        ("causal", 1),
+        ("lengths_causal", 1),
+        ("segments", 1),
+        ("head_192_128", 2),
+        ("head_256", 3),
+    ],
 )
 def test_many_tiles_a_program_lower(name, kernels, multiprocessors):
     multiprocessors(3)
