@@ -73,12 +73,15 @@ def _load_words(ref, shape, *, transposed: bool):
 
 
 def _take(rounds: Taken, r) -> None:
-    """One outcome of many: each program takes every so many-th tile."""
-    number, every = lax.axis_index("program"), rounds.schedule.programs
+    """One outcome of many: the first program takes as many tiles as it may.
 
-    @pl.when(r < rounds.schedule.most_rounds)
+    The next ones take what is left, the last ones nothing.
+    """
+    most = rounds.schedule.most_rounds
+
+    @pl.when(r < most)
     def _():
-        rounds.numbers[rounds._place(r)] = number + r * every
+        rounds.numbers[rounds._place(r)] = lax.axis_index("program") * most + r
         plgpu.barrier_arrive(rounds.here.at[r])
 
 

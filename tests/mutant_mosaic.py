@@ -13,7 +13,7 @@ OF_BIAS = "tests/test_mosaic_interpreted.py -m '' -k parts_of_a_bias"
 PADDING = "tests/test_mosaic_interpreted.py -m '' -k 'padding and bfloat16'"
 DROPPED = "tests/test_mosaic_interpreted.py -m '' -k dropped_keys"
 WORDS = "tests/test_mosaic_dealt.py -k words"
-CHOICE = "tests/test_mosaic_gpu.py -k 'measured_faster or must_be_copied'"
+CHOICE = "tests/test_mosaic_choice.py -k 'measured_faster or must_be_copied'"
 TAKEN = "tests/test_mosaic_interpreted.py -k 'rule and segments_causal_gqa'"
 
 MUTANTS = [
@@ -298,6 +298,12 @@ MUTANTS = [
     ),
     *of(
         "pallas_kernels/mosaic_gpu/schedule.py",
+        (
+            "programs that take tiles have no rounds to spare",
+            "rounds = MOST_ROUNDS if dealt else _MEAN_ROUNDS",
+            "rounds = MOST_ROUNDS",
+            SCHEDULE,
+        ),
         (
             "tiles of unknown length are dealt out",
             "dealt = alike or tiles <= together",

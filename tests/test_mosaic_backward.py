@@ -236,6 +236,18 @@ def test_error_rule_of_wide_heads(name, heads, any_size, record_property):
     check(case, "bfloat16", record_property)
 
 
+def test_gradients_beside_a_bias_of_one_byte():
+    """Kernels take it in two bytes: that of its own gradient, too."""
+    q = jax.ShapeDtypeStruct((4, 2048, 8, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((4, 8, 2048, 2048), jnp.float8_e4m3fn)
+
+    def loss(q, bias):
+        return attention(q, q, q, bias=bias).astype(jnp.float32).sum()
+
+    text = lower_for_gpu(jax.grad(loss), q, bias)
+    assert "flash2_backward" in text and "__gpu$xla.gpu.triton" not in text
+
+
 @on_hopper
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BACKWARD))

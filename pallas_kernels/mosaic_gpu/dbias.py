@@ -111,7 +111,7 @@ def dbias(
             mine, block_sum = pl.ds(me * ROWS, ROWS), plgpu.ACC((ROWS, keys), _F32)
             own_tile = of_rows({**where, **of_keys}, me * ROWS, ROWS)
             with_bias = spec
-            for view in early.by_tiles(spec):
+            for view in early.by_tiles(spec)[: len(numbers)]:
                 bias, here = refs["bias"].at[me], refs["bias here"].at[me]
                 plgpu.copy_gmem_to_smem(view.at(own_tile), bias, here)
                 plgpu.barrier_wait(here)

@@ -1,8 +1,8 @@
 """Numbers of pairs that are there before a block of scores is.
 
 In the forward TMA brings blocks of a bias to shared memory. In the backward threads
-load what the next tile's pairs have (of a bias, of a mask) while they compute this one,
-as it lies in memory: half of the registers that the block takes.
+load what the next tile's pairs have while they compute this one, as it lies in memory:
+of a bias half of the registers that the block takes, of a mask a word or two.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class _Tile(_Block):
 
 @dataclasses.dataclass(frozen=True)
 class _Fetched(_Block):
-    """In registers; the Ref is a `View` of what it was loaded from."""
+    """In registers. What stands for the Ref is a `View` of what it was loaded from."""
 
     words: jax.Array
 
     def load(
         self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
     ):
-        del order, where, padding
+        del where, padding
+        assert order == ("s", "t"), f"{order=}"
         return self.ref.fetched(self.words)
 
 

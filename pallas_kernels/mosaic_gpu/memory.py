@@ -103,6 +103,7 @@ class View(layout.View):
 
         Of a transposed block of two bytes a pair, or of a mask's words.
         """
+        assert order == ("s", "t"), f"{order=}"
         shape = self.block[order[0]], self.block[order[1]]
         if self.boolean:
             return self._load_pairs(order, where, shape)

@@ -32,7 +32,6 @@ WORDS, COLUMNS = 4, 64
 _EIGHTS, _NEIGHBOURS = 8, 2
 BITS = _EIGHTS * _NEIGHBOURS
 FULL = 0xFFFF  # a word whose pairs are all kept
-_GLOBAL = 1  # the address space
 _LAYOUT = plgpu.Layout.WGMMA
 
 
@@ -311,8 +310,7 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         row, column = (
             vector.extract(x.registers.flat[0], [], [0]) for x in (rows, columns)
         )
-        space = llvm.PointerType.get(_GLOBAL)
-        pointer = llvm.addrspacecast(space, utils.memref_ptr(ref))
+        pointer = support.pointer(ref)
         register = of_place(pointer, row, column, strides, kind.element_type)
         layout = _LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)

@@ -66,7 +66,7 @@ class Taken:
     Attributes:
       numbers: in shared memory; the last ones are those of each round's tile.
       here: a barrier for each round, which says that its tile's number is there.
-      counter: how many tiles were taken, in global memory.
+      counter: of the next tile that nobody took, in global memory.
     """
 
     schedule: Schedule
@@ -130,7 +130,7 @@ def of(schedule: Schedule, program, refs: Mapping[str, Any]) -> Dealt | Taken:
     """All rounds of a program, which has `shared` memory."""
     if schedule.dealt:
         return Dealt.of(schedule, program)
-    return Taken.of(schedule, refs["numbers"], refs["taken"])
+    return Taken.of(schedule, refs["rounds"], refs["taken"])
 
 
 def shared(schedule: Schedule, passes: int, warpgroups: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def shared(schedule: Schedule, passes: int, warpgroups: int) -> dict[str, Any]:
     count = max(passes, 1)
     taken = 0 if schedule.dealt else schedule.most_rounds
     refs = {
-        "numbers": plgpu.SMEM((count * warpgroups + taken,), jnp.int32),
+        "rounds": plgpu.SMEM((count * warpgroups + taken,), jnp.int32),
         "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),
     }
     return refs | ({"taken": plgpu.Barrier(num_barriers=taken)} if taken else {})

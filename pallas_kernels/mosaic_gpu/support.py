@@ -258,7 +258,7 @@ def take(counter, into) -> None:
             f"bar.sync w, {WARPGROUP}; }}"  # the barrier of the warpgroup itself
         )
         nothing = ir.Type.parse("!llvm.void")
-        places = [_pointer(counter, _GLOBAL), _pointer(into, _SHARED)]
+        places = [pointer(counter), pointer(into, _SHARED)]
         llvm.inline_asm(nothing, places, text, "l,r", has_side_effects=True)
 
     issue(counter, into)
@@ -285,8 +285,8 @@ def same(number: jax.Array) -> jax.Array:
     return shuffle(number)
 
 
-def _pointer(ref: ir.Value, space: int) -> ir.Value:
-    """To the first element, in an address space."""
+def pointer(ref: ir.Value, space: int = _GLOBAL) -> ir.Value:
+    """To the first element of a Ref in an address space."""
     kind = llvm.PointerType.get(space)
     return llvm.addrspacecast(kind, utils.memref_ptr(ref))
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core.mask import Lengths, Window
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
 from pallas_kernels.mosaic_gpu import memory
@@ -22,9 +23,13 @@ MOST_WARPGROUPS = 3
 # Registers of a thread that loads or adds, and of one that computes, by how many
 # warpgroups compute.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# Bytes that log-sum-exps, flags and barriers take at most, each from a multiple of
-# 1024 on.
-_BESIDES = 3 << 10
+# Bytes from whose multiples on log-sum-exps, numbers of rounds and barriers lie.
+_APART = 1 << 10
+_BARRIER = 8  # bytes
+# Barriers beside the four of each stage: of queries, pairs and rounds, at most.
+_OTHER_BARRIERS = 48
+# A group of barriers has no more.
+_MOST_STAGES = 32
 
 # By the largest head size that they are for: of many keys, and of few.
 _FORWARD = {
@@ -95,7 +100,8 @@ def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
 def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
     """`shared_memory` without tiles of output."""
     tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
-    return 2 * tiles + _BESIDES
+    barriers = _BARRIER * (4 * blocks.num_stages + _OTHER_BARRIERS)
+    return 2 * tiles + 2 * _APART + _multiple(barriers, _APART)
 
 
 def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
@@ -108,6 +114,8 @@ def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
         return f"num_warps={blocks.num_warps} is not 4 for {each}"
     if blocks.num_stages < warpgroups:
         return f"num_stages={blocks.num_stages} is less than one for {each}"
+    if blocks.num_stages > _MOST_STAGES:
+        return f"num_stages={blocks.num_stages} is more than {_MOST_STAGES}"
     if blocks.block_kv not in (64, 128, 192, 256):
         return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
     need = shared_memory(blocks, heads, of_output)
@@ -145,12 +153,12 @@ _FEWEST_OF_WINDOWS = 450
 # 1.04 times (NVIDIA H100, 2026-11-27: 089-tiles-that-programs-take.md).
 _FEWEST_OF_DOCUMENTS = 1024
 _FEWEST_OF_MASKS = 512  # of pairs, and dropout
-# Of key lengths with heads of 96 to 128, forward and backward. 32 x 512, 16 x 128
-# causal takes 0.79 of Triton's time, with both passes 0.98 (NVIDIA H100, 2026-11-27:
-# 089-tiles-that-programs-take.md).
+# Of causal key lengths with heads of 96 to 128, forward and backward. Of
+# Triton's time 32 x 512, 16 x 128 takes 0.79 forward, 0.98 in all (NVIDIA H100,
+# 2026-11-27: 089-tiles-that-programs-take.md).
 _FEWEST_OF_LENGTHS = (256, 1024)
-# Of key lengths with other heads, masks of keys, and biases of four bytes; beside small
-# heads of windows, masks and dropout.
+# Of other key lengths, masks of keys, and biases of four bytes; beside small heads of
+# windows, masks and dropout.
 _FEWEST_OF_OTHERS = 1024
 # Beside heads of 64 to 95: both passes are 1.04 to 1.15 times as fast, the forward 0.94
 # to 1.09 times (NVIDIA H100, 2026-11-26: 081-short-rows-on-hopper.md).
@@ -168,6 +176,18 @@ _ENOUGH = 0.8
 
 def _has_wide_bias(spec: AttentionSpec) -> bool:
     return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
+
+
+def _has_only_lengths(spec: AttentionSpec) -> bool:
+    """Whether a causal call has key lengths and nothing else."""
+    score = spec.score
+    others = score.bias, score.slopes, score.soft_cap, spec.dropout, spec.offset
+    lengths = [atom for atom in spec.masks if isinstance(atom, Lengths)]
+    windows = [atom for atom in spec.masks if isinstance(atom, Window)]
+    alone = len(lengths) + len(windows) == len(spec.masks)
+    is_causal = spec.later_rows_see_more and not spec.is_windowed
+    has_lengths = any(atom.key_value is not None for atom in lengths)
+    return alone and is_causal and has_lengths and all(x is None for x in others)
 
 
 def _fewest_keys(call: Call) -> tuple[int, int]:
@@ -190,8 +210,7 @@ def _fewest_keys(call: Call) -> tuple[int, int]:
         causal = not spec.is_windowed
         forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
     if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
-        only_lengths = not (spec.is_windowed or spec.is_data_dependent)
-        measured = only_lengths and 95 < largest <= 128
+        measured = _has_only_lengths(spec) and 95 < largest <= 128
         of_lengths = _FEWEST_OF_LENGTHS if measured else (_FEWEST_OF_OTHERS,) * 2
         forward, backward = map(max, of_lengths, (forward, backward))
     return max(forward, *least), max(backward, *least)
