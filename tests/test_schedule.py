@@ -1,5 +1,7 @@
 """Which tiles the programs of a Mosaic GPU kernel go through."""
 
+import heapq
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,34 @@ def test_schedule_of_unknown_work(tiles):
     # Some programs go through more rounds than others. But none is there for nothing.
     assert schedule.dealt or 26 * schedule.programs >= tiles
     assert 26 * (schedule.programs - schedule.together) < tiles
+
+
+@pytest.mark.parametrize("tiles", [2048, 3200, 3840, 4092, 8184])
+def test_programs_that_take_tiles_end_together(tiles):
+    """As if rounds had no end. Of causal documents, by a simulation.
+
+    A free multiprocessor takes the next tile: none is free while tiles are left, so
+    that all end within the longest one.
+    """
+    schedule, rng = Schedule.of(tiles, 132, alike=False), np.random.default_rng(0)
+    lengths = rng.lognormal(1.5, 0.8, tiles).astype(int) + 1  # in tiles
+    work = np.concatenate([1 + np.arange(n) for n in lengths])[:tiles]
+    taken, to_start = 0, schedule.programs
+    running = [
+        (0.0, 0)
+    ] * schedule.together  # free from when, with how many rounds left
+    ends = []
+    while running:
+        time, rounds = heapq.heappop(running)
+        if not rounds and to_start:
+            to_start, rounds = to_start - 1, schedule.most_rounds
+        if rounds and taken < tiles:
+            heapq.heappush(running, (time + work[taken], rounds - 1))
+            taken += 1
+        else:
+            ends.append(time)
+    assert taken == tiles
+    assert max(ends) <= work.sum() / schedule.together + work.max()
 
 
 def test_sets_of_rounds():

@@ -170,6 +170,15 @@ class AttentionSpec:
         return side(w.left for w in windows), side(w.right for w in windows)
 
     @property
+    def ends_by_length(self) -> bool:
+        """Whether key lengths, beside windows, are all that masks pairs."""
+        others = [atom for atom in self.masks if not isinstance(atom, Window)]
+        lengths = [
+            x for x in others if isinstance(x, Lengths) and x.key_value is not None
+        ]
+        return bool(others) and len(lengths) == len(others)
+
+    @property
     def has_all_rows(self) -> bool:
         """Whether all rows are here: they have no first number, stripes or offset."""
         rows = self.query_rows, self.key_rows

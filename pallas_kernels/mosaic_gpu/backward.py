@@ -90,7 +90,6 @@ def backward(
     parts = _parts_of_dq(rows, width["h"], computing)
     ahead = tuning.computes_ahead(width)
     waits_early = tuning.waits_early(width, spec)
-    fetches = tuning.fetches_early(width)
     dq_tiles, adding = _DQ_TILES[ahead], tuning.warps_that_add(width)
     together = computing + 2  # a named barrier
     visits, drops_keys = visits_of(spec, layout), spec.drops_keys
@@ -184,8 +183,8 @@ def backward(
                 return pl.run_scoped(issue, block_sum)
 
             def fetch(tile):
-                """What each pair of a tile has in global memory, if registers do."""
-                if not fetches:
+                """What each pair of a tile has in global memory, where registers do."""
+                if not ahead:
                     return []
                 return early.fetch(own_spec, ("s", "t"), {**tiles.at(tile), **own_keys})
 

@@ -127,7 +127,7 @@ def forward(
             """What warpgroups have left, when all are through pass `number`."""
             plgpu.barrier_wait(refs["walked"].at[number])
             first = number * computing
-            each = (refs["rounds"][first + i] for i in range(computing))
+            each = (refs["numbers of rounds"][first + i] for i in range(computing))
             return functools.reduce(operator.or_, each)
 
         def more(go, state):
@@ -366,7 +366,7 @@ def forward(
             turns.start(me)
 
             def again(number, has_all_steps, state):
-                refs["rounds"][number * computing + me] = state[1]
+                refs["numbers of rounds"][number * computing + me] = state[1]
                 plgpu.barrier_arrive(refs["walked"].at[number])
                 left = rounds.InSet(schedule, rounds_left(number))
                 return left.fold(functools.partial(visit, left, has_all_steps), state)

@@ -130,7 +130,7 @@ def of(schedule: Schedule, program, refs: Mapping[str, Any]) -> Dealt | Taken:
     """All rounds of a program, which has `shared` memory."""
     if schedule.dealt:
         return Dealt.of(schedule, program)
-    return Taken.of(schedule, refs["rounds"], refs["taken"])
+    return Taken.of(schedule, refs["numbers of rounds"], refs["taken"])
 
 
 def shared(schedule: Schedule, passes: int, warpgroups: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def shared(schedule: Schedule, passes: int, warpgroups: int) -> dict[str, Any]:
     count = max(passes, 1)
     taken = 0 if schedule.dealt else schedule.most_rounds
     refs = {
-        "rounds": plgpu.SMEM((count * warpgroups + taken,), jnp.int32),
+        "numbers of rounds": plgpu.SMEM((count * warpgroups + taken,), jnp.int32),
         "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),
     }
     return refs | ({"taken": plgpu.Barrier(num_barriers=taken)} if taken else {})

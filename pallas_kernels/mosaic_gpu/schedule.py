@@ -13,7 +13,7 @@ from jax import lax
 # Sets of rounds are the bits of an int32 that is not negative.
 MOST_ROUNDS = 31
 # Of programs that take tiles: some go through more. By a simulation of documents, 31
-# would take up to 1.35 times as long (benchmarks/lab/089-tiles-that-programs-take.md).
+# take up to 1.38 times the ideal (benchmarks/lab/089-tiles-that-programs-take.md).
 _MEAN_ROUNDS = 26
 
 

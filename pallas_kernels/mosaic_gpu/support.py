@@ -274,12 +274,9 @@ def same(number: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(splat,), return_type=result)
     def shuffle(_, number):
-        kind, text = (
-            ir.IntegerType.get_signless(32),
-            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
-        )
-        numbers = [number.registers[()]]
-        found = llvm.inline_asm(kind, numbers, text, "=r,r", has_side_effects=True)
+        text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+        i32, numbers = ir.IntegerType.get_signless(32), [number.registers[()]]
+        found = llvm.inline_asm(i32, numbers, text, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return shuffle(number)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.mask import Lengths, Window
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import size_of_counts
 from pallas_kernels.mosaic_gpu import memory
@@ -153,9 +152,9 @@ _FEWEST_OF_WINDOWS = 450
 # 1.04 times (NVIDIA H100, 2026-11-27: 089-tiles-that-programs-take.md).
 _FEWEST_OF_DOCUMENTS = 1024
 _FEWEST_OF_MASKS = 512  # of pairs, and dropout
-# Of causal key lengths with heads of 96 to 128, forward and backward. Of
-# Triton's time 32 x 512, 16 x 128 takes 0.79 forward, 0.98 in all (NVIDIA H100,
-# 2026-11-27: 089-tiles-that-programs-take.md).
+# Of causal key lengths with heads of 96 to 128, forward and backward. Of Triton's time
+# 32 x 512, 16 x 128 takes 0.79 forward, 0.98 with both passes (NVIDIA H100, 2026-11-27:
+# 089-tiles-that-programs-take.md).
 _FEWEST_OF_LENGTHS = (256, 1024)
 # Of other key lengths, masks of keys, and biases of four bytes; beside small heads of
 # windows, masks and dropout.
@@ -178,16 +177,12 @@ def _has_wide_bias(spec: AttentionSpec) -> bool:
     return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
 
 
-def _has_only_lengths(spec: AttentionSpec) -> bool:
-    """Whether a causal call has key lengths and nothing else."""
+def _is_causal_with_lengths(spec: AttentionSpec) -> bool:
+    """Whether a call has these and nothing else."""
     score = spec.score
     others = score.bias, score.slopes, score.soft_cap, spec.dropout, spec.offset
-    lengths = [atom for atom in spec.masks if isinstance(atom, Lengths)]
-    windows = [atom for atom in spec.masks if isinstance(atom, Window)]
-    alone = len(lengths) + len(windows) == len(spec.masks)
     is_causal = spec.later_rows_see_more and not spec.is_windowed
-    has_lengths = any(atom.key_value is not None for atom in lengths)
-    return alone and is_causal and has_lengths and all(x is None for x in others)
+    return is_causal and spec.ends_by_length and all(x is None for x in others)
 
 
 def _fewest_keys(call: Call) -> tuple[int, int]:
@@ -210,7 +205,7 @@ def _fewest_keys(call: Call) -> tuple[int, int]:
         causal = not spec.is_windowed
         forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
     if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
-        measured = _has_only_lengths(spec) and 95 < largest <= 128
+        measured = _is_causal_with_lengths(spec) and 95 < largest <= 128
         of_lengths = _FEWEST_OF_LENGTHS if measured else (_FEWEST_OF_OTHERS,) * 2
         forward, backward = map(max, of_lengths, (forward, backward))
     return max(forward, *least), max(backward, *least)
@@ -289,7 +284,10 @@ def makes_dq_apart(size: Mapping[str, int]) -> bool:
 
 
 def computes_ahead(width: Mapping[str, int]) -> bool:
-    """Whether registers and shared memory suffice for products of the next queries."""
+    """Whether there is room for products of the next queries, and what pairs have.
+
+    Room in registers and in shared memory.
+    """
     return max(width.values()) <= 128
 
 
@@ -301,11 +299,6 @@ def waits_early(width: Mapping[str, int], spec: AttentionSpec) -> bool:
     """
     narrow = max(width.values()) <= 64
     return computes_ahead(width) and not (narrow and spec.dropout is not None)
-
-
-def fetches_early(width: Mapping[str, int]) -> bool:
-    """Whether registers suffice for what the next tile's pairs have."""
-    return computes_ahead(width)
 
 
 def warps_that_add(width: Mapping[str, int]) -> int:
