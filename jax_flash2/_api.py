@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.mask import Atom, Lengths
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.score import Score, masking_bias
 from pallas_kernels.core.spec import AttentionSpec
 
 Array = jax.Array | np.ndarray
@@ -324,12 +325,15 @@ def _checked(
     if mask is not None:
         masks.append(shape.mask(mask))
     scale, factor = shape.scale(scale)
+    soft_cap = _arguments.check_soft_cap(logits_soft_cap)
+    bias = None if bias is None else shape.bias(bias)
     score = Score(
         scale,
-        _arguments.check_soft_cap(logits_soft_cap),
-        None if bias is None else shape.bias(bias),
+        soft_cap,
+        bias,
         None if alibi_slopes is None else shape.slopes(alibi_slopes),
         factor,
+        -math.inf if bias is None else masking_bias(bias.dtype, soft_cap),
     )
     spec = AttentionSpec(
         score,
@@ -340,6 +344,7 @@ def _checked(
     )
     if not spec.positional:
         spec = dataclasses.replace(spec, offset=None)
+    spec = spec.with_known_rows(parts * shape.t, parts * shape.s)
     q, k, v = shape.operands(query, key, value)
     if config is not None:
         division.check(config.splits, parts * shape.s)

@@ -102,8 +102,9 @@ class Shape:
                 f"dtype, got {q.dtype.name} and {kv.dtype.name}"
             )
         q_axes, kv_axes = (*self.batch_axes, "t"), (*self.batch_axes, "s")
+        own = key_value_ids is query_ids
         return [
-            SegmentIds(Named(a, q_axes), Named(b, kv_axes))
+            SegmentIds(Named(a, q_axes), Named(b, kv_axes), own)
             for a, b in zip(_words(q), _words(kv), strict=True)
         ]
 

@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import flash2
+from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import (
     Axes,
     Heads,
@@ -50,7 +50,6 @@ _COUNTED = {"allow_negative_indices": False}
 
 Names = tuple[str, ...]
 Starts = Mapping[str, Any]  # the first row of `t` and of `s` of a block
-
 
 lowering_context = contextlib.nullcontext
 
@@ -315,7 +314,7 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
     blocks = None if config is None else config.forward
     plan = _Plan.of([q, k, v], spec, blocks, precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
-    v = spec.without_dropped(v)
+    v = clear.dropped_keys(spec, v)
     q, k, v = (plan.rows(x, spec) for x in (q, k, v))
     fields = plan.fields(spec)
     rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
@@ -357,8 +356,8 @@ def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
 
 def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
     """Of all rows (`flash2.delta`)."""
-    names = dict.fromkeys(a for x in (o, do, lse, dlse) for a in x.axes if a)
-    axes = tuple(name for name in names if name != "d")
+    names = (a for x in (o, do, lse, dlse) for a in x.axes if a not in (None, "d"))
+    axes = tuple(dict.fromkeys(names))
     columns = (*axes, "d")
     value = flash2.delta(o.to(columns), lse.to(axes), do.to(columns), dlse.to(axes))
     return Named(value, axes)
@@ -370,13 +369,14 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
     plan = _Plan.of([q, k, v, *saved], spec, blocks, precision)
     rows, pair_axes = (plan.axes(*x) for x in ("t", ("t", "s")))
     o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, x, lse, by_entry=False) for x in (q, do))
     # Left operands of products whose sum is over rows: XLA's fast products take no
     # transposed one. In a loop each block is transposed instead, in a smaller program.
     is_one = plan.count("t") == 1
     q_last, do_last = (plan.rows(x, spec, rows_last=is_one) for x in (q, do))
-    # In the caller's order of axes: o has no other use.
+    # In the caller's order of axes.
     delta = plan.rows(_delta(o, lse, do, dlse), spec)
-    k, v = map(spec.without_dropped, (k, v))
+    k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     q, k, v, do, dlse = (plan.rows(x, spec) for x in (q, k, v, do, dlse))
     lse = plan.rows(lse, spec, flash2.PADDING_LSE)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)

@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_flash2 import _sharding
 from jax_flash2._operation import Problem, forward_outputs
+from pallas_kernels.core import clear
 from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
 
@@ -45,7 +46,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
     q, k, v = (heads.split(x).squeezed() for x in (q, k, v))
     sink = None if spec.sink is None else heads.split(spec.sink).to(rows)
-    k, v = map(spec.without_dropped, (k, v))
+    k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
     ends = {"t": (0, size["t"]), "s": (0, size["s"])}
     pairs = Pairs(spec, ends, precision=precision)
@@ -61,8 +62,16 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
 
     q = existing(q, "t", spec.q_limit(size["t"]))
     k, v = (existing(x, "s", spec.kv_limit(size["s"])) for x in (k, v))
-    qk = contract(q, k, pair_axes, precision)
-    scores = pairs.scores_of(qk, q.dtype).value
+
+    def scores_of(q: Named) -> jax.Array:
+        return pairs.scores_of(contract(q, k, pair_axes, precision), q.dtype).value
+
+    # A query without keys may hold NaN too.
+    zeros = Named(jnp.zeros_like(q.value), q.axes)
+    looks = jnp.any(scores_of(zeros) > -jnp.inf, axis=-1, keepdims=True)
+    axes = (*lead, "t", "h")
+    q = Named.broadcast(jnp.where(looks, q.to(axes), jnp.zeros((), q.dtype)), axes)
+    scores = scores_of(q)
     keep = scores > -jnp.inf
     any_kept = jnp.any(keep, axis=-1)
     # Where nothing is kept, any finite row will do: its result is replaced.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import division
-from pallas_kernels.core import flash2
+from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.tables import FEW_ROWS
@@ -66,7 +66,9 @@ def backward(
     """
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     spec, k, v = _without_dropped(q, spec, k, v)
-    _, lse, do, _ = saved
+    o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, x, lse) for x in (q, do))
+    saved = o, lse, do, dlse
     rows = _row_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
     grad_q, *of_rows = run("dq", "s", q, k, v, spec, saved, (outputs[0], rows, rows))
     delta, lse_log2 = (Named(x, rows.axes) for x in of_rows)
@@ -98,6 +100,7 @@ def score_gradients(
     """Gradients of the score's operands alone (`backend.Backend.score_gradients`)."""
     spec, k, v = _without_dropped(q, dataclasses.replace(spec, sink=None), k, v)
     o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, x, lse) for x in (q, do))
     lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
     rows = lse_log2, delta(o, lse, do, dlse), do
     fields = zip(spec.score.operands, outputs, strict=True)
@@ -132,7 +135,7 @@ def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
     first (NVIDIA H200, 2026-11-23: benchmarks/lab/063-masked-keys.md).
     """
     if spec.drops_pairs() and sizes([q])["t"] > FEW_ROWS:
-        return spec, *map(spec.without_dropped, rows)
+        return spec, *(clear.dropped_keys(spec, x) for x in rows)
     return spec.with_keys(), *rows
 
 

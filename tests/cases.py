@@ -124,6 +124,18 @@ def _bias(*axes: str, dtype=np.float32) -> Arguments:
     return arguments
 
 
+def _masking_bias(*axes: str, lowest=(-np.inf,)) -> Arguments:
+    """A random bias in which some pairs, and all of a row, have numbers that mask."""
+
+    def arguments(rng, case: Case) -> dict:
+        shape = case.broadcast(axes)
+        bias = np.float32(rng.standard_normal(shape))
+        masks = (rng.random(shape) < 0.3) | (np.arange(shape[-2]) == 5)[:, None]
+        return {"bias": np.where(masks, rng.choice(np.float32(lowest), shape), bias)}
+
+    return arguments
+
+
 def _slopes(rng, case: Case) -> dict:
     return {"alibi_slopes": np.float32(0.3 * rng.random(case.n))}
 
@@ -331,6 +343,16 @@ CASES = [
     Case("bias_masked", _with(_bias("n", "t", "s"), _block_mask), batch=(3,)),
     Case("soft_cap", _with(is_causal=True, logits_soft_cap=2.0)),
     Case("soft_cap_bias", _with(_bias("n", "t", "s"), _lengths, logits_soft_cap=3.0)),
+    Case("bias_masks", _with(_masking_bias("n", "t", "s"), is_causal=True), n=4),
+    Case(
+        "soft_cap_bias_masks",
+        _with(
+            _masking_bias("b", "t", "s", lowest=(-np.inf, -1e9, -1e38)),
+            _slopes,
+            logits_soft_cap=3.0,
+        ),
+        n=4,
+    ),
     Case("bias_rows_alone", _bias("n", "t"), t=37, s=33),
     Case("alibi_alone", _slopes, t=37, s=33),
     Case("alibi", _with(_slopes, is_causal=True), n=4),

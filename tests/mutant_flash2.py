@@ -87,6 +87,30 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/clear.py",
+        (
+            "queries without keys meet products",
+            "return _only(x, Named(lse.value != -jnp.inf, lse.axes))",
+            "return x",
+            "tests/test_masked_rows.py -k 'comes_through and mask_pairs-triton'",
+        ),
+        (
+            "batch entries without keys are multiplied too",
+            "(by_entry and first)",
+            "first",
+            "tests/test_masked_rows.py -k 'comes_through and no_keys-xla'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "a position that is data, and rows are known to have keys",
+            "known = known and self.offset is None and",
+            "known = known and",
+            "tests/test_masked_rows.py -k which_calls",
+        ),
+    ),
+    *of(
         "pallas_kernels/triton/merge.py",
         (
             "parts beyond the last one count",

@@ -125,6 +125,19 @@ MUTANTS = [
             rule("soft_cap"),
         ),
         (
+            "under a soft cap -inf alone masks",
+            "if soft_cap is None:\n        return -math.inf",
+            "if soft_cap != 0:\n        return -math.inf",
+            "tests/test_masked_rows.py -k 'low_biases and -1e9-xla'",
+        ),
+        (
+            "a product of NaN beside a bias of -inf",
+            "jnp.where(bias <= self.masking_bias, -jnp.inf, x)",
+            "jnp.where(jnp.isnan(x), x, jnp.where(bias <= self.masking_bias, "
+            "-jnp.inf, x))",
+            "tests/test_masked_rows.py -k 'comes_through and bias_soft_cap-xla'",
+        ),
+        (
             "the sign of the slopes' gradient",
             "-dz * place.distance",
             "dz * place.distance",

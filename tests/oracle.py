@@ -140,7 +140,17 @@ def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.nd
         keep &= ids[..., None, :, None] == others[..., None, None, :]
     if "mask" in arguments:
         keep &= np.asarray(arguments["mask"])
+    if "bias" in arguments:
+        keep &= ~is_mask(arguments["bias"], arguments.get("logits_soft_cap"))
     return keep
+
+
+def is_mask(bias, soft_cap: float | None) -> np.ndarray:
+    """Where a bias masks a pair: it is -inf, or under a soft cap very low."""
+    if soft_cap is None:
+        return np.asarray(bias) == -np.inf
+    lowest = max(-(2.0**24), float(jax.numpy.finfo(bias.dtype).min))
+    return np.asarray(bias, np.float64) <= lowest
 
 
 def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:

@@ -168,6 +168,10 @@ def _dense_mask(shape, arguments):
             keep[at] &= bool(q_ids[(*b, i)] == kv_ids[(*b, j)])
     if "mask" in arguments:
         keep &= np.broadcast_to(arguments["mask"], keep.shape)
+    if "bias" in arguments:
+        bias = np.asarray(arguments["bias"], np.float64)
+        capped = arguments.get("logits_soft_cap") is not None
+        keep &= bias > (-(2.0**24) if capped else -np.inf)
     return keep
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax_flash2 import _backends, attention, explain
 from jax_flash2._backends import BACKENDS, Entry
 from pallas_kernels.backend import Backend, Call
-from tests import cases, tolerances
+from tests import cases, test_masked_rows, tolerances
 from tests.cases import PAIRWISE, Case, by_name
 from tests.test_attention import DROPPING, check_masked_keys
 
@@ -56,6 +56,10 @@ def test_a_new_backend_under_vmap(proof):
 @pytest.mark.parametrize("name", DROPPING)
 def test_masked_keys_never_come_through_a_new_backend(name, proof):
     check_masked_keys(name, proof)
+
+
+def test_masked_rows_never_come_through_a_new_backend(proof):
+    test_masked_rows.check("mask_pairs", test_masked_rows.CASE, proof)
 
 
 def test_explain_names_a_new_backend(proof):

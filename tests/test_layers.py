@@ -49,6 +49,7 @@ CORE = (  # of the folder, likewise
     "dropout",
     "mask",
     "spec",
+    "clear",
     "visits",
     "pairs",
 )

@@ -204,7 +204,8 @@ def finish(
 ) -> tuple[Block, jax.Array]:
     """Output [rows, value head size] and log-sum-exp [rows] (natural logarithm).
 
-    A row that kept nothing has output 0 and log-sum-exp -inf.
+    A row that kept nothing has output 0 and log-sum-exp -inf, whatever values it met:
+    0 times NaN is in its sums.
 
     Args:
       state: after the last block.
@@ -212,8 +213,11 @@ def finish(
         broadcasts against rows, or has an axis of size 1 after theirs.
       arithmetic: the backend's.
     """
-    m, l, acc = finite(state.m), state.total, state.acc
+    m, l = finite(state.m), state.total
     empty, weight = l == 0.0, 1.0
+    acc = jax.tree.map(
+        lambda a: jnp.where(arithmetic.along(l, -2, a.shape) == 0.0, 0.0, a), state.acc
+    )
     if sink is not None:
         sink = jnp.squeeze(sink, -1) if sink.ndim > m.ndim else sink
         sink = sink.astype(m.dtype) * LOG2_E

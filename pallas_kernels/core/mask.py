@@ -71,11 +71,18 @@ class Traits:
         should start first.
       is_sparse: whether most queries look at few of the keys, as far as one can know
         without data.
+      keeps_own_key: whether it is known that each query looks at the key of its own
+        number, where queries and keys have the same positions.
+      keeps_first_key: whether it is known that each query looks at the first key, or
+        that none looks at any, where queries stand at or after it. Padding of queries
+        does not count.
     """
 
     positional = False
     later_rows_see_more = False
     is_sparse = False
+    keeps_own_key = False
+    keeps_first_key = False
 
     def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Any:
         """For a part of the rows: the same, where they bring their own operands.
@@ -103,10 +110,15 @@ class Window(Traits):
     left: int | None
     right: int | None
     positional = True
+    keeps_own_key = True
 
     @property
     def later_rows_see_more(self) -> bool:
         return self.right is not None
+
+    @property
+    def keeps_first_key(self) -> bool:
+        return self.left is None
 
     def keep(self, q, kv, q_pos, kv_pos):
         del q, kv
@@ -149,6 +161,11 @@ class Lengths(Traits):
 
     query: Any = None
     key_value: Any = None
+    keeps_first_key = True
+
+    @property
+    def keeps_own_key(self) -> bool:
+        return self.key_value is None
 
     def keep(self, q, kv, q_pos, kv_pos):
         del q_pos, kv_pos
@@ -242,16 +259,18 @@ def _reduced(x: Named, function, names: tuple[str, ...]) -> Named:
     return x
 
 
-@_dataclass(data=("query", "key_value"))
+@_dataclass(data=("query", "key_value"), meta=("keeps_own_key",))
 class SegmentIds(Traits):
     """Keeps pairs of equal ids: int32, query [.., T] and key_value [.., S], any order.
 
     Blocks are compared by the smallest and largest id in each: sorted ids skip every
     block without a common segment, unsorted ones only where the intervals are disjoint.
+    `keeps_own_key` says that both are the same array.
     """
 
     query: Any
     key_value: Any
+    keeps_own_key: bool = False
     is_sparse = True  # packed documents are mostly short beside a row of them
 
     def keep(self, q, kv, q_pos, kv_pos):

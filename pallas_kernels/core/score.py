@@ -1,7 +1,7 @@
 """The score of a (query, key) pair, and its gradient, side by side.
 
     z = scale * factor * q.k + bias - slope * |query position - key position|
-    s = soft_cap * tanh(z / soft_cap), or z without a soft cap
+    s = soft_cap * tanh(z / soft_cap), or z without a soft cap; -inf where bias masks
 
 Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSpec`).
 """
@@ -9,6 +9,7 @@ Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSp
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,19 @@ import jax.numpy as jnp
 from pallas_kernels.core.flash2 import Scores
 
 _TINY = 2.0**-40
+# Beside a number so far below 0, float32 keeps no digit of a score.
+_LOWEST = -(2.0**24)
+
+
+def masking_bias(dtype, soft_cap: float | None) -> float:
+    """The largest bias of a dtype that masks a pair (`Score.masking_bias`).
+
+    That is -inf. A soft cap would make a common score of every lower number that stands
+    for a mask too, such as -1e9 or the lowest of its dtype: then these are masks.
+    """
+    if soft_cap is None:
+        return -math.inf
+    return max(_LOWEST, float(jnp.finfo(dtype).min))
 
 
 class Place(NamedTuple):
@@ -48,6 +62,8 @@ class Score:
       bias: added to the product, any broadcast over batch, heads, queries and keys.
       slopes: ALiBi's, one for each head.
       factor: of the product, a scalar, where the scale is data; or None.
+      masking_bias: a bias of at most this makes a score -inf, whatever the product
+        is, NaN too (static; `masking_bias`).
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
@@ -55,6 +71,9 @@ class Score:
     bias: Any = None
     slopes: Any = None
     factor: Any = None
+    masking_bias: float = dataclasses.field(
+        default=-math.inf, metadata={"static": True}
+    )
 
     @property
     def operands(self) -> dict[str, Any]:
@@ -90,8 +109,9 @@ class Score:
         if self.bias is None and self.scale > _TINY:  # whose inverse may be infinite
             unit = self.scale
         x = qk if unit == self.scale else qk * self.scale
-        if self.bias is not None:
-            x = x + self.bias.astype(x.dtype)
+        bias = None if self.bias is None else self.bias.astype(x.dtype)
+        if bias is not None:
+            x = x + bias
         row = None
         if self.slopes is not None and place is not None:
             slopes = self.slopes.astype(x.dtype) * (1 / unit)
@@ -99,10 +119,12 @@ class Score:
                 x, row = x + slopes * place.key, slopes * place.query
             else:
                 x = x - slopes * place.distance
-        if self.soft_cap is None:
-            return Scores(x, unit, row)
-        # All of the score is in x, from which `gradient` takes the hyperbolic tangent.
-        return Scores(tanh(x * (unit / self.soft_cap)), self.soft_cap)
+        if self.soft_cap is not None:
+            # All of the score is in x: `gradient` takes the hyperbolic tangent from it.
+            x, unit = tanh(x * (unit / self.soft_cap)), self.soft_cap
+        if bias is not None:
+            x = jnp.where(bias <= self.masking_bias, -jnp.inf, x)
+        return Scores(x, unit, row)
 
     def gradient(self, ds: jax.Array, x: jax.Array, masked: bool) -> jax.Array:
         """The gradient of z from that of the score.
@@ -114,7 +136,8 @@ class Score:
         """
         if self.soft_cap is None:
             return ds
-        x = jnp.maximum(x, -1.0) if masked else x  # ds is 0 where x was -inf
+        if masked or self.bias is not None:
+            x = jnp.maximum(x, -1.0)  # ds is 0 where x was -inf
         return ds * (1.0 - x * x)
 
     @property

@@ -53,6 +53,8 @@ class AttentionSpec:
       is_part: whether there are more keys than those at hand. Results are then parts of
         others, in float32 or wider, and the backward gets output and log-sum-exp over
         all keys. Static.
+      rows_have_keys: whether it is known without data that each query row within its
+        length looks at some key (`with_known_rows`). Static.
     """
 
     score: Score
@@ -66,6 +68,7 @@ class AttentionSpec:
     query_rows: Numbering = ALL_ROWS
     key_rows: Numbering = ALL_ROWS
     is_part: bool = dataclasses.field(default=False, metadata={"static": True})
+    rows_have_keys: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def positions(self) -> Positions:
@@ -197,6 +200,14 @@ class AttentionSpec:
 
         means = (side(w.left) + side(w.right) for w in self._windows)
         return round(max(0, min(means, default=kv_size)))
+
+    def with_known_rows(self, q_size: int, kv_size: int) -> AttentionSpec:
+        """The spec of all rows, which says whether each has a key."""
+        own = all(atom.keeps_own_key for atom in self.masks)
+        first = all(atom.keeps_first_key for atom in self.masks)
+        known = own and (q_size <= kv_size or first)
+        known = known and self.offset is None and self.score.bias is None
+        return dataclasses.replace(self, rows_have_keys=known)
 
     def only_positions(self) -> AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""
@@ -332,7 +343,8 @@ class AttentionSpec:
         table = block_table(relations, looped, blocks)
         return dataclasses.replace(self, table=table)
 
-    def _kept_keys(self) -> Named | None:
+    def kept_keys(self) -> Named | None:
+        """Which keys some query keeps, by masks that drop some (`Named` fields)."""
         kept = [a.kept_keys() for a in self.masks if isinstance(a, DenseMask)]
         if not kept:
             return None
@@ -367,20 +379,6 @@ class AttentionSpec:
         dense = (atom for atom in self.masks if isinstance(atom, DenseMask))
         return any({"t", "s"} <= set(atom.mask.axes) for atom in dense)
 
-    def without_padding(self, x: Named) -> Named:
-        """Rows of queries or of keys, with 0 in those beyond a length (`Named` fields).
-
-        For kernels that load whole blocks: 0 times NaN would be NaN.
-        """
-        name, side = ("t", "query") if "t" in x.axes else ("s", "key_value")
-        lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
-        for limit in lengths:
-            if limit is not None:
-                axes = (*limit.squeezed().axes, name)
-                rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
-                x = _only(x, Named(rows.to(axes) < limit.to(axes), axes))
-        return x
-
     def drops_pairs(self) -> bool:
         """Whether a mask may drop a key for one query and keep it for another."""
         masks = (a.mask.squeezed() for a in self.masks if isinstance(a, DenseMask))
@@ -397,27 +395,10 @@ class AttentionSpec:
 
         Where all keys are alike, no block of those that are dropped is visited.
         """
-        keys = self._kept_keys()
+        keys = self.kept_keys()
         if keys is None or "s" not in keys.axes:
             return self
         return dataclasses.replace(self, keys=keys)
-
-    def without_dropped(self, x: Named) -> Named:
-        """Rows of keys or values, with 0 in those of keys that no query keeps.
-
-        For backends that load whole arrays, and masks that kernels do not look up for
-        each block: no NaN there may meet a product.
-        """
-        keys = self._kept_keys()
-        return x if keys is None else _only(x, keys)
-
-
-def _only(x: Named, kept: Named) -> Named:
-    """x, and 0 where it is not kept."""
-    x = x.squeezed()
-    axes = (*(a for a in kept.axes if a not in x.axes), *x.axes)
-    zero = jnp.zeros((), x.dtype)
-    return Named(jnp.where(kept.to(axes), x.to(axes), zero), axes)
 
 
 def _difference(offset: Named | None, query: Named | None, key: Named | None):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import device, passes
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import flash2
+from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
@@ -185,9 +185,9 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     """Gradients of q, k, v, of a bias of pairs and of sinks (`backend.Backend`)."""
     sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
     transposed = pairwise.in_words(spec, "t")
-    q, do = map(spec.without_padding, (q, saved[2]))
-    cleared = [transposed.without_dropped(spec.without_padding(x)) for x in (k, v)]
-    o, lse, _, dlse = saved
+    o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, clear.padding(spec, x), lse) for x in (q, do))
+    cleared = [clear.dropped_keys(transposed, clear.padding(spec, x)) for x in (k, v)]
     delta = passes.delta(o, lse, do, dlse)
     # With a bias, rows of zeros beyond the array have scores of any size.
     padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)

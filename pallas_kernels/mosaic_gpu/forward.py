@@ -337,12 +337,7 @@ def forward(
 
                 @pl.when(good)
                 def store():
-                    # A row without keys may have met values that are not finite.
-                    kept = along(state.l, d) != 0.0
-                    acc = jnp.where(kept, state.acc, 0.0)
-                    result, log = flash2.finish(
-                        state._replace(acc=acc), spec.sink, arithmetic
-                    )
+                    result, log = flash2.finish(state, spec.sink, arithmetic)
                     result = (result * spec.dropout_scale).astype(o.dtype)
                     _wait_until_stored()  # of the last round, from the same tiles
                     lse_tile[...] = log

@@ -9,7 +9,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core import flash2
+from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Heads, Named, batch_axes, sizes, summed_to
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import sink_gradient
@@ -41,7 +41,7 @@ class _Whole:
         ends = {name: (0, size[name]) for name in ("t", "s")}
         fields = jax.tree.map(lambda x: self.heads.split(x).to(self.axes("ts")), spec)
         self.spec, self.pairs = fields, Pairs(fields, ends, precision=precision)
-        k, v = map(spec.without_dropped, (k, v))
+        k, v = (clear.dropped_keys(spec, x) for x in (k, v))
         self.q, self.k, self.v = self.all(q, "th"), self.all(k, "sh"), self.all(v, "sd")
         self.scores = self.pairs.scores_of(self.dot(self.q, self.k.mT), q.dtype)
 
@@ -87,6 +87,9 @@ def forward(q, k, v, spec, outputs, *, config, precision):
 
 def backward(q, k, v, spec, saved, outputs, *, config, precision):
     del config
+    o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, x, lse, by_entry=False) for x in (q, do))
+    saved = o, lse, do, dlse
     whole = _Whole(q, k, v, spec, precision, *saved)
     o, lse, do, dlse = map(whole.all, saved, ("td", "t", "td", "t"))
     delta = flash2.delta(o, lse, do, dlse)

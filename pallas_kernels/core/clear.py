@@ -1,0 +1,60 @@
+"""Rows that count for nothing, made zeros: 0 times NaN is NaN.
+
+Padding, keys that no query looks at, and queries that look at no key may hold anything.
+Where a backend does not leave such rows out as it loads them, it clears them here,
+before they meet a product. Fields of specs hold `Named` arrays.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import Lengths
+from pallas_kernels.core.spec import AttentionSpec
+
+
+def padding(spec: AttentionSpec, x: Named) -> Named:
+    """Rows of queries or of keys, with 0 in those beyond a length."""
+    name, side = ("t", "query") if "t" in x.axes else ("s", "key_value")
+    lengths = [getattr(a, side) for a in spec.masks if isinstance(a, Lengths)]
+    for limit in lengths:
+        if limit is not None:
+            axes = (*limit.squeezed().axes, name)
+            rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
+            x = _only(x, Named(rows.to(axes) < limit.to(axes), axes))
+    return x
+
+
+def dropped_keys(spec: AttentionSpec, x: Named) -> Named:
+    """Rows of keys or values, with 0 in those of keys that a mask drops for all."""
+    keys = spec.kept_keys()
+    return x if keys is None else _only(x, keys)
+
+
+def masked_rows(
+    spec: AttentionSpec, x: Named, lse: Named, *, by_entry: bool = True
+) -> Named:
+    """Rows of queries, with 0 in those that look at no key, for the backward pass.
+
+    Rows beyond a query length may stay as they are.
+
+    Args:
+      spec: of the call.
+      x: queries, or cotangents of their outputs.
+      lse: log-sum-exp over all keys: -inf in such rows.
+      by_entry: whether nothing is multiplied for a batch entry without any keys.
+    """
+    first = all(atom.keeps_first_key for atom in spec.masks)
+    first = first and spec.has_all_rows and spec.score.bias is None
+    if spec.rows_have_keys or (by_entry and first):
+        return x
+    return _only(x, Named(lse.value != -jnp.inf, lse.axes))
+
+
+def _only(x: Named, kept: Named) -> Named:
+    """x, and 0 where it is not kept."""
+    x = x.squeezed()
+    axes = (*(a for a in kept.axes if a not in x.axes), *x.axes)
+    zero = jnp.zeros((), x.dtype)
+    return Named(jnp.where(kept.to(axes), x.to(axes), zero), axes)

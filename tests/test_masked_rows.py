@@ -1,0 +1,248 @@
+"""Rows that attend to nothing: what lies there touches nothing, in either direction."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import attention
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.score import Score
+from pallas_kernels.core.spec import AttentionSpec
+from tests import mosaic_interpreter, tolerances
+from tests.cases import BACKENDS, ON_GPU, WITH_BLOCKS, Case
+from tests.lowering import lower_for_gpu
+from tests.mosaic import MOSAIC, on_hopper, with_heads
+from tests.tiers import deeply
+from tests.tolerances import cotangents_for
+
+CASE = Case("masked_rows", batch=(2,), t=40, s=48, n=4, k=2)
+
+
+def _row_mask(case: Case) -> dict:
+    """Every seventh query and a whole block have no key."""
+    rows = np.arange(case.t)
+    return {"mask": ((rows % 7 != 3) & (rows // 16 != 1))[:, None]}
+
+
+def _pair_mask(case: Case) -> dict:
+    pairs = np.random.default_rng(0).random((case.t, case.s)) < 0.8
+    return {"mask": pairs & _row_mask(case)["mask"]}
+
+
+def _bias(case: Case, dtype=np.float32) -> dict:
+    bias = np.where(_pair_mask(case)["mask"], 0.5, -np.inf)
+    return {"bias": jnp.asarray(np.tile(bias, (case.n, 1, 1)), dtype)}
+
+
+def _segments(case: Case) -> dict:
+    q, kv = (np.arange(n) // 9 for n in (case.t, case.s))
+    q = np.where(q % 2, q, -q - 1)  # every other document has no keys
+    ids = [np.tile(np.int32(x), (*case.batch, 1)) for x in (q, kv)]
+    return {"query_segment_ids": ids[0], "key_value_segment_ids": ids[1]}
+
+
+def _padded_segments(case: Case) -> dict:
+    """The keys of the last documents are padding."""
+    ids = np.tile(np.int32(np.arange(case.t) // 9), (*case.batch, 1))
+    keys = np.tile(np.int32(np.arange(case.s) // 9), (*case.batch, 1))
+    lengths = {"key_value_seq_lengths": np.int32([20, 9])}
+    return {"query_segment_ids": ids, "key_value_segment_ids": keys, **lengths}
+
+
+# Each way in which rows come to be without keys.
+WAYS = {
+    "mask_rows": _row_mask,
+    "mask_pairs": _pair_mask,
+    "bias": _bias,
+    "bias_half": functools.partial(_bias, dtype=jnp.bfloat16),
+    "bias_soft_cap": lambda case: {**_bias(case), "logits_soft_cap": 3.0},
+    "segments": _segments,
+    "padded_segments": _padded_segments,
+    "offset": lambda case: {"is_causal": True, "query_offset": np.int32([-9, -21])},
+    "far": lambda case: {"local_window_size": (5, 3), "query_offset": np.int32(20)},
+    "no_keys": lambda case: {"key_value_seq_lengths": np.int32([0, 33])},
+    "no_keys_causal": lambda case: {
+        "is_causal": True,
+        "key_value_seq_lengths": np.int32([33, 0]),
+    },
+    "padded_window": lambda case: {
+        "local_window_size": (4, 2),
+        "key_value_seq_lengths": np.int32([11, 30]),
+    },
+    "query_lengths": lambda case: {"query_seq_lengths": np.int32([21, 0])},
+    "dropout_alibi_sinks": lambda case: {
+        **_pair_mask(case),
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(0),
+        "alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.4]),
+        "sinks": np.zeros(4, np.float32),
+    },
+}
+FIRST = ("mask_pairs", "bias_soft_cap", "segments", "offset", "no_keys")
+
+
+def check(way, case: Case, options, dtype="float32", poison=np.nan, evaluate=None):
+    """NaN in queries and cotangents of rows without keys changes no bit of a result."""
+    evaluate = evaluate or tolerances.evaluate
+    arguments = {**WAYS[way](case), **options}
+    arrays, _ = case.inputs(dtype)
+    cotangents = cotangents_for(case, dtype)
+    clean = evaluate(arrays, cotangents, arguments)
+    empty = clean["lse"] == -np.inf
+    assert empty.any() and not empty.all() and "query" in clean
+
+    def poisoned(x):
+        rows = empty.reshape(*empty.shape, *[1] * (x.ndim - empty.ndim))
+        return jnp.where(rows, poison, x)
+
+    q, *others = arrays
+    dirty = evaluate(
+        (poisoned(q), *others), tuple(map(poisoned, cotangents)), arguments
+    )
+    for name, a in clean.items():
+        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
+        assert name == "lse" or np.all(np.isfinite(a)), name
+    assert not np.any(clean["out"][empty]) and not np.any(clean["query"][empty])
+
+
+@pytest.mark.parametrize("backend", [*WITH_BLOCKS, "reference"])
+@pytest.mark.parametrize("way", [*FIRST, *deeply(*(w for w in WAYS if w not in FIRST))])
+def test_nothing_comes_through(way, backend):
+    options = WITH_BLOCKS.get(backend, {"implementation": "reference"})
+    check(way, CASE.full() if ON_GPU else CASE, options)
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf])
+def test_infinities_do_not_come_through(poison):
+    check("bias", CASE, {"implementation": "xla"}, poison=poison)
+
+
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_comes_through_on_hopper(way, head):
+    check(way, with_heads(CASE.full(), head), MOSAIC, "bfloat16")
+
+
+@pytest.mark.skipif(
+    ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="a GPU runs the kernels"
+)
+@pytest.mark.parametrize("way", deeply("mask_pairs", "bias_half", "offset", "no_keys"))
+def test_nothing_comes_through_mosaic_gpu(way, monkeypatch):
+    mosaic_interpreter.install(monkeypatch)
+    case = with_heads(dataclasses.replace(CASE, t=140, s=150), 64)
+    check(way, case, {}, "bfloat16", evaluate=mosaic_interpreter.evaluate)
+
+
+@pytest.mark.parametrize("way", ["mask_pairs", "bias"])
+def test_tangents_are_zero(way):
+    """In forward mode, and on top of a gradient."""
+    arguments = WAYS[way](CASE)
+    (q, k, v), _ = CASE.inputs("float32")
+
+    def out(q, k, v):
+        return attention(q, k, v, implementation="xla", **arguments)
+
+    def gradients(q, k, v):
+        o, pull = jax.vjp(out, q, k, v)
+        return pull(jnp.where(o == 0, jnp.nan, o))
+
+    empty = np.all(np.asarray(out(q, k, v)) == 0, axis=(-2, -1), keepdims=True)
+    dirty = jnp.where(empty, jnp.nan, q)
+    for function in (out, gradients):
+        tangents = (jnp.ones_like(q), k, v)
+        expected = jax.jvp(function, (jnp.where(empty, 0, q), k, v), tangents)
+        found = jax.jvp(function, (dirty, k, v), tangents)
+        for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert np.all(np.isfinite(a))
+
+
+LENGTHS = Named(np.int32([9, 30]), ("b0",))
+OFFSET = Named(np.int32(3), ())
+_IDS = (Named(np.zeros((2, 40), np.int32), ("b0", a)) for a in "ts")
+SEGMENTS = SegmentIds(*_IDS)
+KNOWN = {
+    "plain": ((), {}, 40, True),
+    "causal": ((Window(None, 0),), {}, 50, True),
+    "causal, fewer keys": ((Window(None, 0),), {}, 20, True),
+    "window": ((Window(5, 0),), {}, 40, True),
+    "window, fewer keys": ((Window(5, 0),), {}, 20, False),
+    "offset": ((Window(None, 0),), {"offset": OFFSET}, 40, False),
+    "queries' lengths": ((Lengths(LENGTHS, None),), {}, 40, True),
+    "keys' lengths": ((Lengths(None, LENGTHS),), {}, 40, False),
+    "one document's ids": (
+        (dataclasses.replace(SEGMENTS, keeps_own_key=True), Window(None, 0)),
+        {},
+        40,
+        True,
+    ),
+    "documents' ids": ((SEGMENTS,), {}, 40, False),
+    "mask": ((DenseMask(Named(np.ones((40, 1), bool), ("t", None))),), {}, 40, False),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_which_calls_may_have_such_rows(name):
+    """Others are spared the copies."""
+    masks, more, keys, known = KNOWN[name]
+    spec = AttentionSpec(Score(1.0), masks, **more).with_known_rows(40, keys)
+    assert spec.rows_have_keys == known
+
+
+def test_packed_documents_are_not_copied():
+    """Nor are those of padded or causal calls, before kernels."""
+    x = jnp.ones((2, 512, 2, 64), jnp.bfloat16)
+    ids = jnp.zeros((2, 512), jnp.int32)
+    ways = {
+        "documents": ({"query_segment_ids": ids}, False),
+        "lengths": ({"key_value_seq_lengths": jnp.int32([512, 9])}, False),
+        "offset": ({"query_offset": jnp.int32(3)}, True),
+    }
+    for name, (arguments, copies) in ways.items():
+
+        def gradients(x, arguments=arguments):
+            call = functools.partial(attention, is_causal=True, **arguments)
+            out, pull = jax.vjp(lambda x: call(x, x, x, implementation="triton"), x)
+            return pull(out)
+
+        lines = lower_for_gpu(gradients, x).splitlines()
+        selects = [line for line in lines if "stablehlo.select" in line]
+        assert any("2x512x2x64xbf16" in line for line in selects) == copies, name
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("lowest", ["-inf", "-1e9", "-1e10", "lowest"])
+@pytest.mark.parametrize("dtype", ["float32", *deeply("float16", "bfloat16")])
+def test_low_biases_mask_under_a_soft_cap(backend, lowest, dtype):
+    """As a mask does, where the capped score would be -c."""
+    options = BACKENDS.get(backend, {"implementation": "reference"})
+    kind = jnp.finfo(dtype)
+    lowest = float(kind.min) if lowest == "lowest" else float(lowest)
+    mask = _pair_mask(CASE)["mask"]
+    (q, k, v), _ = CASE.inputs("float32")
+    bias = jnp.asarray(np.where(mask, 0.0, lowest), dtype)
+    options = {"logits_soft_cap": 2.0, **options}
+    cotangents = cotangents_for(CASE, "float32")
+    found = tolerances.evaluate((q, k, v), cotangents, {"bias": bias, **options})
+    expected = tolerances.evaluate((q, k, v), cotangents, {"mask": mask, **options})
+    assert not np.any(found.pop("bias")[..., ~mask])
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, 0, 2e-2 if ON_GPU else 1e-5)
+
+
+def test_honest_biases_stay_under_a_soft_cap():
+    """One of -1e6 is the score -c, as the formula says."""
+    (q, k, v), _ = CASE.inputs("float32")
+    bias = jnp.zeros((CASE.t, CASE.s)).at[:, :40].set(-1e6)
+    out, lse = attention(q, k, v, bias, logits_soft_cap=1.0, return_residual=True)
+    rest = attention(q, k[:, 40:], v[:, 40:], logits_soft_cap=1.0, return_residual=True)
+    np.testing.assert_allclose(
+        np.exp(lse), np.exp(rest[1]) + 40 * np.exp(-1.0), rtol=1e-5
+    )
+    assert out.shape == q.shape
