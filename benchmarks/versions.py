@@ -96,6 +96,10 @@ def _lengths(call: Call) -> dict:
     return {"key_value_seq_lengths": jnp.full(call.batch, call.length * 3 // 4)}
 
 
+def _offset(call: Call) -> dict:
+    return {"query_offset": jnp.zeros(call.batch, jnp.int32)}
+
+
 def _slopes(call: Call) -> dict:
     return {"alibi_slopes": 2.0 ** -jnp.linspace(1.0, 8.0, call.heads)}
 
@@ -133,6 +137,8 @@ CALLS = {
     ),
     "lengths, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _lengths),
     "lengths, 16 x 1024, 16 x 64": Call(16, 1024, 16, 16, 64, {}, _lengths),
+    "offset, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, _CAUSAL, _offset),
+    "offset, 16 x 1024, 16 x 64": Call(16, 1024, 16, 16, 64, _CAUSAL, _offset),
     "bias, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _bias),
     "bias, 4 x 4096, 32 x 64": Call(4, 4096, 32, 32, 64, {}, _bias),
     "ALiBi, 4 x 4096, 16 x 128": Call(4, 4096, 16, 16, 128, {}, _slopes),

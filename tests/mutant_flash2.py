@@ -95,6 +95,12 @@ MUTANTS = [
             "tests/test_masked_rows.py -k 'comes_through and mask_pairs-triton'",
         ),
         (
+            "dropped keys meet products",
+            "jnp.where(kept.to(axes), x.to(axes), zero)",
+            "jnp.where(True, x.to(axes), zero)",
+            "tests/test_attention.py -k 'masked_keys and keys-xla'",
+        ),
+        (
             "batch entries without keys are multiplied too",
             "(by_entry and first)",
             "first",
