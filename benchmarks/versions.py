@@ -84,7 +84,7 @@ def _mask(call: Call) -> dict:
 
 def _segments(call: Call) -> dict:
     ids = jnp.repeat(jnp.arange(16), call.length // 16)[None]
-    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    return {"query_segment_ids": ids}
 
 
 def _documents_as_mask(call: Call) -> dict:

@@ -259,7 +259,7 @@ MUTANTS = [
         ),
         (
             "a block that ends before it starts",
-            "return first, first + _where(start < end, blocks)",
+            "return first, first + where(start < end, blocks)",
             "return first, first + blocks",
             "tests/test_mask.py -k both_sides",
         ),

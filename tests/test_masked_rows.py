@@ -14,7 +14,14 @@ from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.score import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests import mosaic_interpreter, tolerances
-from tests.cases import BACKENDS, ON_GPU, WITH_BLOCKS, Case
+from tests.cases import (
+    BACKENDS,
+    INTERPRETED,
+    ON_GPU,
+    SMALL_BLOCKS,
+    WITH_BLOCKS,
+    Case,
+)
 from tests.lowering import lower_for_gpu
 from tests.mosaic import MOSAIC, on_hopper, with_heads
 from tests.tiers import deeply
@@ -64,7 +71,10 @@ WAYS = {
     "segments": _segments,
     "padded_segments": _padded_segments,
     "offset": lambda case: {"is_causal": True, "query_offset": np.int32([-9, -21])},
-    "far": lambda case: {"local_window_size": (5, 3), "query_offset": np.int32(20)},
+    "far": lambda case: {
+        "local_window_size": (5, 3),
+        "query_offset": np.int32(case.s - case.t // 2),
+    },
     "no_keys": lambda case: {"key_value_seq_lengths": np.int32([0, 33])},
     "no_keys_causal": lambda case: {
         "is_causal": True,
@@ -115,6 +125,14 @@ def check(way, case: Case, options, dtype="float32", poison=np.nan, evaluate=Non
 def test_nothing_comes_through(way, backend):
     options = WITH_BLOCKS.get(backend, {"implementation": "reference"})
     check(way, CASE.full() if ON_GPU else CASE, options)
+
+
+def test_entries_without_keys_visit_no_block():
+    """Not where blocks of queries are larger than those of keys, either."""
+    blocks = dataclasses.replace(SMALL_BLOCKS, block_q=32)
+    config = dataclasses.replace(INTERPRETED, dkv=blocks)
+    options = {"implementation": "triton", "config": config}
+    check("no_keys_causal", CASE, options)
 
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf])

@@ -33,7 +33,9 @@ class Pairs:
       rows: (start, size) of `t` (query rows) and `s` (key rows).
       order: axes of the block: ("t", "s"), or ("s", "t") for a transposed one.
       masked: whether some pair may be masked; if not, no mask is evaluated. A kernel
-        that cannot have its loop twice gives a traced scalar.
+        that cannot have its loop twice gives a traced scalar. Where it is not, a
+        product of NaN beside a bias of -inf gives NaN: the backward has none, and a
+        forward sees it in its sums and begins again with blocks that are.
       precision: of float32 products.
       arithmetic: the backend's.
     """
@@ -104,8 +106,9 @@ class Pairs:
         score, tanh = self.spec.score, self.arithmetic.tanh
         # The two parts of a distance may be larger than it and round more: not far from
         # the diagonal, and not beside elements of two bytes.
-        apart = self.masked is False and jnp.dtype(dtype).itemsize == 2
-        scores = score.apply(qk, self._place, tanh, apart=apart)
+        is_full = self.masked is False
+        apart = is_full and jnp.dtype(dtype).itemsize == 2
+        scores = score.apply(qk, self._place, tanh, apart=apart, nan_shows=is_full)
         if self.masked is False or not self.spec.masks:
             return scores
         if self.masked is True:

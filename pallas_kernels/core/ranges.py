@@ -32,6 +32,13 @@ def divide(a, b: int):
     return lax.div(a, jnp.int32(b) if a.ndim == 0 else jnp.full_like(a, b))
 
 
+def where(condition, count):
+    """The count, or 0: arithmetic, as scalar selects do not lower in every kernel."""
+    if isinstance(condition, bool):
+        return count if condition else 0
+    return count * jnp.asarray(condition, jnp.int32)
+
+
 class Range(NamedTuple):
     """Bounds `need_lo <= full_lo <= full_hi <= need_hi`, of rows or of blocks.
 
@@ -56,10 +63,14 @@ class Range(NamedTuple):
         return Range(need_lo, full_lo, full_hi, need_hi)
 
     def blocks(self, block: int, size: int) -> Range:
-        """From rows to blocks of `block` rows; `size` is the number of rows."""
+        """From rows to blocks of `block` rows; `size` is the number of rows.
+
+        Of no rows there are no blocks, wherever they would begin.
+        """
         rows = self & Range(0, 0, size, size)
         need_lo = divide(minimum(rows.need_lo, size), block)
-        need_hi = divide(minimum(rows.need_hi, size) + block - 1, block)
+        end = divide(minimum(rows.need_hi, size) + block - 1, block)
+        need_hi = need_lo + where(rows.need_lo < rows.need_hi, end - need_lo)
         full_lo = divide(rows.full_lo + block - 1, block)
         full_hi = divide(rows.full_hi, block)
         return Range(need_lo, full_lo, full_hi, need_hi) & everything(need_lo, need_hi)

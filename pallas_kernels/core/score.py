@@ -93,6 +93,7 @@ class Score:
         tanh: Callable = jnp.tanh,
         *,
         apart: bool = False,
+        nan_shows: bool = False,
     ) -> Scores:
         """A block of scores.
 
@@ -102,6 +103,8 @@ class Score:
           tanh: the backend's.
           apart: whether the parts of a signed distance may be subtracted one by one,
             that of the queries once for a row.
+          nan_shows: whether a product of NaN beside a bias of -inf may stay NaN: there
+            is none, or sums show it and the scores are made again without this.
         """
         unit = 1.0
         if self.factor is not None:
@@ -122,7 +125,7 @@ class Score:
         if self.soft_cap is not None:
             # All of the score is in x: `gradient` takes the hyperbolic tangent from it.
             x, unit = tanh(x * (unit / self.soft_cap)), self.soft_cap
-        if bias is not None:
+        if bias is not None and not (nan_shows and self.soft_cap is None):
             x = jnp.where(bias <= self.masking_bias, -jnp.inf, x)
         return Scores(x, unit, row)
 

@@ -28,7 +28,14 @@ from pallas_kernels.core.mask import (
     block_table,
 )
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
-from pallas_kernels.core.ranges import Range, divide, everything, maximum, minimum
+from pallas_kernels.core.ranges import (
+    Range,
+    divide,
+    everything,
+    maximum,
+    minimum,
+    where,
+)
 from pallas_kernels.core.score import Score
 
 
@@ -292,7 +299,7 @@ class AttentionSpec:
         """
         first, end = self._met("q_range", kv_lo, kv_hi, q_size, block_q)
         last = divide(self.q_limit(q_size) + block_q - 1, block_q)
-        return first, first + _where(
+        return first, first + where(
             kv_lo < self.kv_limit(2**30), maximum(minimum(end, last) - first, 0)
         )
 
@@ -312,7 +319,7 @@ class AttentionSpec:
         start, end = maximum(rows.need_lo, 0), maximum(minimum(rows.need_hi, size), 0)
         first = divide(start, block)
         blocks = divide(end + block - 1, block) - first
-        return first, first + _where(start < end, blocks)
+        return first, first + where(start < end, blocks)
 
     def with_table(
         self,
@@ -412,13 +419,6 @@ def _difference(offset: Named | None, query: Named | None, key: Named | None):
         return jnp.int32(0) if x is None else x.to(axes)
 
     return Named(value(offset) + value(query) - value(key), axes)
-
-
-def _where(condition, count):
-    """The count, or 0: arithmetic, as scalar selects do not lower in every kernel."""
-    if isinstance(condition, bool):
-        return count if condition else 0
-    return count * jnp.asarray(condition, jnp.int32)
 
 
 def sink_gradient(sink: Named, lse: Named, delta: Named) -> Named:
