@@ -161,10 +161,12 @@ def attention(
       dropout_rate: the probability in [0, 1) of dropping each attention weight. Kept
         weights are multiplied by 1 / (1 - rate). It is rounded to a multiple of 2**-16.
       dropout_rng: a JAX random key, typed or raw uint32. Required if dropout_rate > 0.
-        The dropped pairs depend only on it, batch entry, head, query row and key row.
-        They do not depend on the implementation, the block sizes or vmap. For a query,
-        keys 8 or 24 apart may have a correlation of up to 1/256, unless the rate is a
-        multiple of 1/256.
+        The dropped pairs depend only on its words, batch entry, head, query row and key
+        row. They do not depend on the kind of key, on the implementation, on block
+        sizes, on vmap or on a setting of JAX. Inside `jax.shard_map` each device counts
+        its own batch entries and heads from 0: fold the device's number into the key.
+        For a query, keys 8 or 24 apart may have a correlation of up to 1/256, unless
+        the rate is a multiple of 1/256.
       broadcast_dropout: if True, every batch entry and head drops the same pairs (as
         in Flax).
       precision: the precision of products of float32 inputs: "default" or "high" (TF32

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_flash2 import _backends
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
-from pallas_kernels.core.dropout import Dropout
+from pallas_kernels.core.dropout import Dropout, seeds
 from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
 
 # Positions stay below this, so that int32 sums of a few of them do not overflow.
@@ -194,10 +194,13 @@ class Shape:
             )
         if threshold == Dropout.threshold_of(0.0):
             return None
+        if jax.config.jax_debug_key_reuse:
+            jax.random.bits(rng)  # what `jax.debug_key_reuse` takes for a use
+        words = jax.random.key_data(rng) if typed else jnp.asarray(rng)
         axes = () if broadcast else (*self.batch_axes, *self.head_axes)
-        shape = () if broadcast else (*self.batch, *self.heads)
-        words = jax.random.bits(rng, (2, *shape), jnp.uint32)
-        return Dropout((Named(words[0], axes), Named(words[1], axes)), threshold)
+        found = seeds(words) if broadcast else seeds(words, self.batch, self.heads)
+        first, second = (Named(x, axes) for x in found)
+        return Dropout((first, second), threshold)
 
     def scale(self, x) -> tuple[float, Named | None]:
         """The scale as a static number and a factor that is data."""

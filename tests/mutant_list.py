@@ -170,6 +170,18 @@ MUTANTS = [
             "tests/test_dropout.py -k uncorrelated",
         ),
         (
+            "the last word of a random key without effect",
+            "in words.reshape(-1):",
+            "in words.reshape(-1)[:-1]:",
+            "tests/test_dropout.py -k seeds",
+        ),
+        (
+            "batch entries that drop the same",
+            "entry = lax.broadcasted_iota(jnp.uint32, shape, 0)",
+            "entry = jnp.zeros(shape, jnp.uint32)",
+            "tests/test_dropout.py -k seeds",
+        ),
+        (
             "other bits in a transposed block",
             "for x in words)",
             "for x in words[::-1])",
