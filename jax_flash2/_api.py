@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _arguments, _backends, _context, _sharding, _vjp
+from jax_flash2 import _arguments, _backends, _context, _options, _sharding, _vjp
+from jax_flash2._arrays import unwrapped
 from jax_flash2._rows import Context, layout_of
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -71,6 +72,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@_options.names_unknown_keywords
 def attention(
     query: Array,
     key: Array,
@@ -298,19 +300,19 @@ def _checked(
       TypeError, ValueError: as `attention`.
     """
     query, key, value = _arguments.check_operands(query, key, value)
-    _arguments.check_bool("is_causal", is_causal)
-    _arguments.check_bool("return_residual", return_residual)
-    _arguments.check_implementation(implementation)
+    _options.check_bool("is_causal", is_causal)
+    _options.check_bool("return_residual", return_residual)
+    _options.check_implementation(implementation)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
     if context is not None and not isinstance(context, Context):
         raise TypeError(f"context must be a jax_flash2.Context, got {context!r}")
-    precision = _arguments.check_precision(precision)
+    precision = _options.check_precision(precision)
 
     parts = 1 if context is None else layout_of(context).parts
     shape = _arguments.Shape(query, key, value, parts)
     masks: list[Atom] = []
-    window = _arguments.check_window(local_window_size, is_causal)
+    window = _options.check_window(local_window_size, is_causal)
     if window is not None:
         masks.append(window)
     lengths = [
@@ -328,7 +330,7 @@ def _checked(
     scale, factor = shape.scale(scale)
     score = Score(
         scale,
-        _arguments.check_soft_cap(logits_soft_cap),
+        _options.check_soft_cap(logits_soft_cap),
         None if bias is None else shape.bias(bias),
         None if alibi_slopes is None else shape.slopes(alibi_slopes),
         factor,
@@ -374,9 +376,11 @@ def explain(*arguments: Any, **keywords: Any) -> str:
       >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
       implementation: xla
     """
-    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    signature = inspect.signature(attention)
+    _options.check_keywords("explain", signature.parameters, keywords)
+    bound = signature.bind(*arguments, **keywords)
     bound.apply_defaults()
-    given = bound.arguments
+    given = {name: unwrapped(x) for name, x in bound.arguments.items()}
     structs = {
         name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)
     }

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_flash2._api import Array, Precision, attention
+from jax_flash2._arrays import as_array, unwrapped
 
 
 def flax_attention(
@@ -95,8 +96,13 @@ def flax_attention(
                 f"{name} must be None, got {einsum!r}: jax_flash2 computes this "
                 "product itself; use Flax's own attention_fn to replace it"
             )
+    query, key, value = map(unwrapped, (query, key, value))
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    query, key, value = (
+        as_array(name, x).astype(dtype)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    bias, mask = unwrapped(bias), unwrapped(mask)
     if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
         bias = jnp.asarray(bias, dtype)
     if mask is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jax_flash2 import flax_attention
+from jax_flash2 import attention, flax_attention
 from tests.cases import BACKENDS, ON_GPU
 from tests.tiers import MAINLY_XLA, deeply
 
@@ -222,3 +222,15 @@ def test_nnx_decoding_with_a_cache():
     decoder.init_cache(x().shape)
     for i in range(T):
         assert_close(decoder(x()[:, i : i + 1])[:, 0], whole[:, i])
+
+
+def test_what_flax_users_pass_by_mistake():
+    q = jnp.ones((1, 4, 1, 8))
+    options = {"dropout_rate": 0.1, "deterministic": False}
+    for rngs in (nnx.Rngs(0), nnx.Rngs(0).dropout):
+        with pytest.raises(TypeError, match=r"dropout_rng .*pass rngs\.dropout\(\)"):
+            flax_attention(q, q, q, dropout_rng=rngs, **options)
+    sizes = {"num_heads": 1, "in_features": 8, "decode": False}
+    layer = nnx.MultiHeadAttention(**sizes, attention_fn=attention, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="pass flax_attention as attention_fn"):
+        layer(q[..., 0, :])
