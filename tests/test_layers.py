@@ -37,7 +37,7 @@ LAYERS = (
     ("jax_flash2/_ring.py",),
     ("jax_flash2/_context.py",),
     ("jax_flash2/_api.py",),
-    ("jax_flash2/_flax.py",),
+    ("jax_flash2/_flax.py", "jax_flash2/nn.py"),
     ("jax_flash2/__init__.py",),
 )
 CORE = (  # of the folder, likewise

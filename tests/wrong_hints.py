@@ -1,4 +1,4 @@
-"""More wrong calls, which users of other libraries make: part of `tests.wrong_calls`."""
+"""Wrong calls, as users of other libraries make them: part of `wrong_calls`."""
 
 import numpy as np
 
