@@ -118,15 +118,20 @@ def attention(
         n reads key/value head n // (N // K) (grouped-query attention).
       value: [*B, S, K, Hv], or [S, Hv], in the dtype of query.
       bias: added to the scaled products. It has any float dtype and broadcasts to
-        [*B, N, T, S] ([T, S] for a single head). -inf masks a pair. Differentiable: the
-        kernels sum its gradient, which takes as much memory as the bias (times the size
-        of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers, to
-        mask pairs: gradients of a row lose accuracy if all its scores are below about
-        -1e5, and all digits from about -1e7, because the backward pass recomputes
+        [*B, N, T, S] ([T, S] for a single head). -inf masks a pair: the query does not
+        attend to the key, whatever the rest of its score. With a soft cap, so does
+        every bias of at most -max(8192, 16 * logits_soft_cap), as -1e9 or the lowest
+        number of a dtype: the cap would raise it to -logits_soft_cap. Differentiable:
+        the kernels sum its gradient, which takes as much memory as the bias (times the
+        size of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers,
+        to mask pairs: gradients of a row lose accuracy if all its scores are below
+        about -1e5, and all digits from about -1e7, because the backward pass recomputes
         probabilities from the float32 log-sum-exp.
       mask: bool, True where a query may attend to a key. Broadcasts to [*B, N, T, S]
-        ([T, S] for a single head). If all queries and heads of a batch entry drop a
-        key, its contents and those of its value (even NaN and inf) never reach a
+        ([T, S] for a single head). [B, T, S] is a mask for each head if B = N, as in
+        jax.nn, and an error if not: for one for each batch entry pass mask[:, None].
+        Of keys alone, pass [B, 1, 1, S]. If all queries and heads of a batch entry drop
+        a key, its contents and those of its value (even NaN and inf) never reach a
         result. If only some do, finite contents never change their results, but NaN,
         inf and products that overflow can leak, because 0 * NaN is NaN.
       scale: multiplies query . key. Default: 1 / sqrt(H). A Python number is compiled
@@ -142,8 +147,10 @@ def attention(
         p - left to p + right, inclusive. None means unbounded on that side. An int w
         means (w, w). If is_causal is True, right is 0.
       query_segment_ids: int32 [*B, T]. A query attends only to keys with the same id.
-        Ids may come in any order. The kernels skip blocks without a common id. Finite
-        values in one segment never change another segment's results by a single bit.
+        Ids may come in any order, and NumPy's may have 64 bits (others only under x64:
+        `jax.numpy` and `jax.jit` cut them to 32). The kernels skip blocks without a
+        common id. Finite values in one segment never change another segment's results
+        by a single bit.
         NaN and inf can leak between segments that share a block: 16 to 256 rows in the
         kernels, or more keys in "xla" if queries are few (see `Config`).
       key_value_segment_ids: int32 [*B, S]. Default: query_segment_ids, if T == S.
@@ -153,7 +160,7 @@ def attention(
         positions. A new value never triggers a compilation, not even an int. Values are
         clipped to +-2**28.
       logits_soft_cap: c > 0 replaces each score by c * tanh(score / c) before masking
-        (Gemma 2).
+        (Gemma 2). Very negative biases still mask; see `bias`.
       alibi_slopes: float [N] or [*B, N] (a scalar for a single head), usually >= 0.
         Adds -slope * |query position - key position| to the scores (Press et al. 2021).
         The kernels compute this term. Differentiable.
@@ -166,7 +173,8 @@ def attention(
         The dropped pairs depend only on its words, batch entry, head, query row and key
         row. They do not depend on the kind of key, on the implementation, on block
         sizes, on vmap or on a setting of JAX. Inside `jax.shard_map` each device counts
-        its own batch entries and heads from 0: fold the device's number into the key.
+        its batch entries and heads from 0: fold its place along their mesh axes into
+        the key.
         For a query, keys 8 or 24 apart may have a correlation of up to 1/256, unless
         the rate is a multiple of 1/256.
       broadcast_dropout: if True, every batch entry and head drops the same pairs (as
@@ -189,7 +197,10 @@ def attention(
         device's rows along the other axis. One with both has this device's queries and
         the keys of all devices, in their order (not striped). Lengths and positions
         count the rows of all devices.
-      return_residual: if True, also return the log-sum-exp of the scores.
+      return_residual: if True, also return the log-sum-exp of the scores, which has a
+        gradient (that of jax.nn has none). For results over parts of the keys, call
+        `jax_flash2.merge`: a formula of your own has NaN gradients where a part has no
+        keys for a row (-inf - -inf).
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row

@@ -37,12 +37,17 @@ def flax_attention(
     `linen.MultiHeadAttention` or `nnx.MultiHeadAttention`. Decoding with a cache works
     too. This module does not import Flax.
 
+    A function of your own around it needs its signature (`functools.wraps`): linen
+    reads the names of the parameters, and leaves out, in silence, the mask and the
+    dropout of a function that does not name them.
+
     Args:
       query: [*B, T, N, H].
       key: [*B, S, K, H]. K must divide N.
       value: [*B, S, K, Hv].
       bias: any dtype. Broadcasts to [*B, N, T, S].
-      mask: bool, or numbers of which 0 masks. Broadcasts to [*B, N, T, S].
+      mask: bool, or numbers of which 0 masks, as in Flax. (One that is added to the
+        scores, of which 0 keeps, is a bias.) Broadcasts to [*B, N, T, S].
       broadcast_dropout: if True, every batch entry and head drops the same pairs.
       dropout_rng: a JAX random key.
       dropout_rate: the probability in [0, 1) of dropping each attention weight.

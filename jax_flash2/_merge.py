@@ -25,7 +25,8 @@ def merge(
     is the result of one call with all keys, if no key is in two parts. It is computed
     in float32 or wider, from outputs that were rounded to their own dtype. It is
     differentiable, and so are its gradients. A part without keys for a row (log-sum-exp
-    -inf) adds nothing to it, whatever its output holds.
+    -inf) adds nothing to it, whatever its output holds, and its gradients are 0. (Those
+    of the formula as it stands are NaN.)
 
     Args:
       *parts: pairs (output, log-sum-exp), at least one. Outputs have one shape
