@@ -2,9 +2,11 @@
 
 Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
 for Flax's attention modules, `Context` and `stripe` for sequences sharded over
-devices, `merge` for results over parts of the keys, `Config` for block sizes.
+devices, `merge` for results over parts of the keys, `Config` for block sizes, `nn` for
+libraries that call jax.nn's attention.
 """
 
+from jax_flash2 import nn
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
@@ -24,6 +26,7 @@ __all__ = [
     "explain",
     "flax_attention",
     "merge",
+    "nn",
     "stripe",
     "stripe_positions",
     "unstripe",

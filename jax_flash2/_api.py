@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _arguments, _backends, _context, _sharding, _vjp
+from jax_flash2 import _arguments, _backends, _context, _options, _sharding, _vjp
+from jax_flash2._arrays import unwrapped
 from jax_flash2._rows import Context, layout_of
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -72,6 +73,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@_options.names_unknown_keywords
 def attention(
     query: Array,
     key: Array,
@@ -117,15 +119,20 @@ def attention(
         n reads key/value head n // (N // K) (grouped-query attention).
       value: [*B, S, K, Hv], or [S, Hv], in the dtype of query.
       bias: added to the scaled products. It has any float dtype and broadcasts to
-        [*B, N, T, S] ([T, S] for a single head). -inf masks a pair. Differentiable: the
-        kernels sum its gradient, which takes as much memory as the bias (times the size
-        of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers, to
-        mask pairs: gradients of a row lose accuracy if all its scores are below about
-        -1e5, and all digits from about -1e7, because the backward pass recomputes
+        [*B, N, T, S] ([T, S] for a single head). -inf masks a pair: the query does not
+        attend to the key, whatever the rest of its score. With a soft cap, so does
+        every bias of at most -max(8192, 16 * logits_soft_cap), as -1e9 or the lowest
+        number of a dtype: the cap would raise it to -logits_soft_cap. Differentiable:
+        the kernels sum its gradient, which takes as much memory as the bias (times the
+        size of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers,
+        to mask pairs: gradients of a row lose accuracy if all its scores are below
+        about -1e5, and all digits from about -1e7, because the backward pass recomputes
         probabilities from the float32 log-sum-exp.
       mask: bool, True where a query may attend to a key. Broadcasts to [*B, N, T, S]
-        ([T, S] for a single head). If all queries and heads of a batch entry drop a
-        key, its contents and those of its value (even NaN and inf) never reach a
+        ([T, S] for a single head). [B, T, S] is a mask for each head if B = N, as in
+        jax.nn, and an error if not: for one for each batch entry pass mask[:, None].
+        Of keys alone, pass [B, 1, 1, S]. If all queries and heads of a batch entry drop
+        a key, its contents and those of its value (even NaN and inf) never reach a
         result. If only some do, finite contents never change their results, but NaN,
         inf and products that overflow can leak, because 0 * NaN is NaN.
       scale: multiplies query . key. Default: 1 / sqrt(H). A Python number is compiled
@@ -141,8 +148,10 @@ def attention(
         p - left to p + right, inclusive. None means unbounded on that side. An int w
         means (w, w). If is_causal is True, right is 0.
       query_segment_ids: int32 [*B, T]. A query attends only to keys with the same id.
-        Ids may come in any order. The kernels skip blocks without a common id. Finite
-        values in one segment never change another segment's results by a single bit.
+        Ids may come in any order, and NumPy's may have 64 bits (others only under x64:
+        `jax.numpy` and `jax.jit` cut them to 32). The kernels skip blocks without a
+        common id. Finite values in one segment never change another segment's results
+        by a single bit.
         NaN and inf can leak between segments that share a block: 16 to 256 rows in the
         kernels, or more keys in "xla" if queries are few (see `Config`).
       key_value_segment_ids: int32 [*B, S]. Default: query_segment_ids, if T == S.
@@ -152,7 +161,7 @@ def attention(
         positions. A new value never triggers a compilation, not even an int. Values are
         clipped to +-2**28.
       logits_soft_cap: c > 0 replaces each score by c * tanh(score / c) before masking
-        (Gemma 2).
+        (Gemma 2). Very negative biases still mask; see `bias`.
       alibi_slopes: float [N] or [*B, N] (a scalar for a single head), usually >= 0.
         Adds -slope * |query position - key position| to the scores (Press et al. 2021).
         The kernels compute this term. Differentiable.
@@ -162,10 +171,13 @@ def attention(
       dropout_rate: the probability in [0, 1) of dropping each attention weight. Kept
         weights are multiplied by 1 / (1 - rate). It is rounded to a multiple of 2**-16.
       dropout_rng: a JAX random key, typed or raw uint32. Required if dropout_rate > 0.
-        The dropped pairs depend only on it, batch entry, head, query row and key row.
-        They do not depend on the implementation, the block sizes or vmap. For a query,
-        keys 8 or 24 apart may have a correlation of up to 1/256, unless the rate is a
-        multiple of 1/256.
+        The dropped pairs depend only on its words, batch entry, head, query row and key
+        row. They do not depend on the kind of key, on the implementation, on block
+        sizes, on vmap or on a setting of JAX. Inside `jax.shard_map` each device counts
+        its batch entries and heads from 0: fold its place along their mesh axes into
+        the key.
+        For a query, keys 8 or 24 apart may have a correlation of up to 1/256, unless
+        the rate is a multiple of 1/256.
       broadcast_dropout: if True, every batch entry and head drops the same pairs (as
         in Flax).
       precision: the precision of products of float32 inputs: "default" or "high" (TF32
@@ -186,7 +198,10 @@ def attention(
         device's rows along the other axis. One with both has this device's queries and
         the keys of all devices, in their order (not striped). Lengths and positions
         count the rows of all devices.
-      return_residual: if True, also return the log-sum-exp of the scores.
+      return_residual: if True, also return the log-sum-exp of the scores, which has a
+        gradient (that of jax.nn has none). For results over parts of the keys, call
+        `jax_flash2.merge`: a formula of your own has NaN gradients where a part has no
+        keys for a row (-inf - -inf).
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
@@ -297,19 +312,19 @@ def _checked(
       TypeError, ValueError: as `attention`.
     """
     query, key, value = _arguments.check_operands(query, key, value)
-    _arguments.check_bool("is_causal", is_causal)
-    _arguments.check_bool("return_residual", return_residual)
-    _arguments.check_implementation(implementation)
+    _options.check_bool("is_causal", is_causal)
+    _options.check_bool("return_residual", return_residual)
+    _options.check_implementation(implementation)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
     if context is not None and not isinstance(context, Context):
         raise TypeError(f"context must be a jax_flash2.Context, got {context!r}")
-    precision = _arguments.check_precision(precision)
+    precision = _options.check_precision(precision)
 
     parts = 1 if context is None else layout_of(context).parts
     shape = _arguments.Shape(query, key, value, parts)
     masks: list[Atom] = []
-    window = _arguments.check_window(local_window_size, is_causal)
+    window = _options.check_window(local_window_size, is_causal)
     if window is not None:
         masks.append(window)
     lengths = [
@@ -325,7 +340,7 @@ def _checked(
     if mask is not None:
         masks.append(shape.mask(mask))
     scale, factor = shape.scale(scale)
-    soft_cap = _arguments.check_soft_cap(logits_soft_cap)
+    soft_cap = _options.check_soft_cap(logits_soft_cap)
     bias = None if bias is None else shape.bias(bias)
     score = Score(
         scale,
@@ -377,9 +392,11 @@ def explain(*arguments: Any, **keywords: Any) -> str:
       >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
       implementation: xla
     """
-    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    signature = inspect.signature(attention)
+    _options.check_keywords("explain", signature.parameters, keywords)
+    bound = signature.bind(*arguments, **keywords)
     bound.apply_defaults()
-    given = bound.arguments
+    given = {name: unwrapped(x) for name, x in bound.arguments.items()}
     structs = {
         name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)
     }

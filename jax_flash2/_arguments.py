@@ -1,29 +1,31 @@
 """Checks the arguments of attention and names their axes.
 
 Every error names the argument, says what was given and what was expected, and is
-raised before anything else happens.
+raised before anything else happens. (Arguments that are no arrays: `_options`.)
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _backends
+from jax_flash2._arrays import (
+    as_array,
+    as_integers,
+    check_array,
+    clipped,
+    unwrapped,
+    words,
+)
+from jax_flash2._options import FAR, STATIC, check_bool
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
-from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.mask import DenseMask, SegmentIds, Window
+from pallas_kernels.core.dropout import Dropout, seeds
+from pallas_kernels.core.mask import DenseMask, SegmentIds
 
-# Positions stay below this, so that int32 sums of a few of them do not overflow.
-_FAR = 1 << 28
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-# Why an argument may not be traced.
-_STATIC = "because it is compiled into the program"
 
 
 class Shape:
@@ -56,25 +58,21 @@ class Shape:
             Named(value, axes("s", "k", "d")),
         ]
 
-    def _integers(self, name: str, x, shape: tuple[int, ...]) -> jax.Array:
-        """An integer array of exactly this shape."""
-        x = _as_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(
-                f"{name} must have an integer dtype such as int32, got {x.dtype.name}"
-            )
+    def _integers(self, name: str, x, shape: tuple[int, ...]):
+        """Integers (`as_integers`) of exactly this shape."""
+        x = as_integers(name, x)
         if x.shape != shape:
             raise ValueError(
                 f"{name} must have shape {shape} because query has batch shape "
                 f"{self.batch}, got shape {x.shape}"
             )
-        return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+        return x
 
     def lengths(self, name: str, x, size: int) -> Named | None:
         if x is None:
             return None
         x = self._integers(name, x, self.batch)
-        return Named(_clipped(x, 0, size), self.batch_axes)
+        return Named(clipped(x, 0, size), self.batch_axes)
 
     def segments(self, query_ids, key_value_ids) -> list[SegmentIds]:
         """Zero atoms, one, or one for each half of 64-bit ids."""
@@ -96,7 +94,7 @@ class Shape:
         kv = self._integers(
             "key_value_segment_ids", key_value_ids, (*self.batch, self.s)
         )
-        if q.dtype != kv.dtype:
+        if len({jax.dtypes.canonicalize_dtype(x.dtype) for x in (q, kv)}) > 1:
             raise TypeError(
                 "query_segment_ids and key_value_segment_ids must have the same "
                 f"dtype, got {q.dtype.name} and {kv.dtype.name}"
@@ -105,15 +103,16 @@ class Shape:
         own = key_value_ids is query_ids
         return [
             SegmentIds(Named(a, q_axes), Named(b, kv_axes), own)
-            for a, b in zip(_words(q), _words(kv), strict=True)
+            for a, b in words(q, kv)
         ]
 
     def mask(self, x) -> DenseMask:
-        x = _as_array("mask", x)
+        x = as_array("mask", x)
         if x.dtype != jnp.bool_:
             raise TypeError(
-                f"mask must have dtype bool (True = attend), got {x.dtype.name}: pass "
-                "mask.astype(bool) or mask != 0"
+                f"mask must have dtype bool (True = attend), got {x.dtype.name}: of a "
+                "mask of 1 (attend) and 0 pass mask.astype(bool); one that is added to "
+                "the scores, of which 0 attends, is a bias: pass it as bias="
             )
         return DenseMask(self._of_pairs("mask", x))
 
@@ -141,9 +140,11 @@ class Shape:
 
     def _float(self, name: str, x) -> jax.Array:
         """A float array, converted to float32 if it is wider than that and query."""
-        x = _as_array(name, x)
+        x = as_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
+            is_mask = name == "bias" and x.dtype == jnp.bool_
+            hint = ": pass a boolean mask as mask=" if is_mask else ""
+            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}{hint}")
         wide = x.dtype.itemsize > max(4, self.dtype.itemsize)
         return x.astype(jnp.float32) if wide else x
 
@@ -171,14 +172,15 @@ class Shape:
         check_bool("broadcast_dropout", broadcast)
         if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
             raise TypeError(
-                f"dropout_rate must be a Python number {_STATIC}, got "
+                f"dropout_rate must be a Python number {STATIC}, got "
                 f"{type(rate).__name__}"
             )
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
         threshold = max(Dropout.threshold_of(float(rate)), 1)
+        rng = unwrapped(rng)
         if rng is not None:
-            check_array("dropout_rng", rng)
+            _check_key(rng)
         if rate == 0.0:
             return None
         if rng is None:
@@ -195,13 +197,17 @@ class Shape:
             )
         if threshold == Dropout.threshold_of(0.0):
             return None
+        if jax.config.jax_debug_key_reuse:
+            jax.random.bits(rng)  # what `jax.debug_key_reuse` takes for a use
+        words = jax.random.key_data(rng) if typed else jnp.asarray(rng)
         axes = () if broadcast else (*self.batch_axes, *self.head_axes)
-        shape = () if broadcast else (*self.batch, *self.heads)
-        words = jax.random.bits(rng, (2, *shape), jnp.uint32)
-        return Dropout((Named(words[0], axes), Named(words[1], axes)), threshold)
+        found = seeds(words) if broadcast else seeds(words, self.batch, self.heads)
+        first, second = (Named(x, axes) for x in found)
+        return Dropout((first, second), threshold)
 
     def scale(self, x) -> tuple[float, Named | None]:
         """The scale as a static number and a factor that is data."""
+        x = unwrapped(x)
         if x is None:
             return 1.0 / math.sqrt(self.head_size), None
         if isinstance(x, jax.Array) and x.shape == ():
@@ -222,18 +228,19 @@ class Shape:
 
     def offset(self, x) -> Named | None:
         """query_offset as data, so that a new value compiles nothing; None for 0."""
+        x = unwrapped(x)
         if isinstance(x, int | np.integer) and not isinstance(x, bool):
             if x == 0:
                 return None
-            return Named(np.int32(min(max(x, -_FAR), _FAR)), ())
-        if not hasattr(x, "shape"):
+            return Named(np.int32(min(max(x, -FAR), FAR)), ())
+        if isinstance(x, bool | float) or x is None:
             raise TypeError(
                 f"query_offset must be an int or an int32 array, got {type(x).__name__}"
             )
-        x = jnp.asarray(x)
-        shape, axes = (self.batch, self.batch_axes) if x.ndim else ((), ())
+        check_array("query_offset", x)
+        shape, axes = (self.batch, self.batch_axes) if x.shape else ((), ())
         x = self._integers("query_offset", x, shape)
-        return Named(_clipped(x, -_FAR, _FAR), axes)
+        return Named(clipped(x, -FAR, FAR), axes)
 
 
 def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
@@ -243,7 +250,10 @@ def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
         for size, whole in zip(x.shape[::-1], full[::-1], strict=False)
     )
     if not fits:
-        raise ValueError(f"{name} must broadcast to {full}, got shape {x.shape}")
+        raise ValueError(
+            f"{name} must broadcast to {full}, got shape {x.shape}"
+            f"{_missing_axes(name, x.shape, full, names)}"
+        )
     last = len(full) - x.ndim
     axes = (
         None if size == 1 and whole != 1 else axis
@@ -252,47 +262,42 @@ def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
     return Named(x, tuple(axes))
 
 
-def _as_array(name: str, x) -> jax.Array:
-    check_array(name, x)
-    return jnp.asarray(x)
+def _missing_axes(name: str, shape, full: tuple[int, ...], names: Axes) -> str:
+    """What to do about axes of heads or queries that a mask or bias lacks."""
+    batch = len(names) - 3
+    if batch < 1:
+        return ""
+    leading = ", ".join([":"] * batch)
+    if shape == (*full[:batch], full[-1]):
+        more = ", or lengths as key_value_seq_lengths" if name == "mask" else ""
+        return f": of keys, pass {name}[{leading}, None, None, :]{more}"
+    if shape == (*full[:batch], *full[-2:]):
+        return f": for all heads, pass {name}[{leading}, None, :, :]"
+    return ""
 
 
-def _clipped(x: jax.Array, lo: int, hi: int) -> jax.Array:
-    """Clips `x`, which has at least 32 bits, before it becomes int32."""
-    lo = max(lo, 0) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else lo
-    return jnp.clip(x, jnp.array(lo, x.dtype), jnp.array(hi, x.dtype)).astype(jnp.int32)
-
-
-def _words(x: jax.Array) -> list[jax.Array]:
-    """32-bit or 64-bit integers as int32 arrays, which are equal where `x` is."""
-    words = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return [words] if words.ndim == x.ndim else [words[..., 0], words[..., 1]]
-
-
-def check_soft_cap(x) -> float | None:
-    if x is None:
-        return None
-    try:
-        if isinstance(x, bool | str):
-            raise TypeError
-        x = float(x)
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError) as error:
+def _check_key(rng) -> None:
+    """Raises a TypeError if `rng` is no array."""
+    if isinstance(rng, int):
         raise TypeError(
-            f"logits_soft_cap must be a Python number {_STATIC}, got {type(x).__name__}"
-        ) from error
-    if not (math.isfinite(x) and x > 0):
-        raise ValueError(f"logits_soft_cap must be finite and > 0, got {x}")
-    return x
-
-
-def check_array(name: str, x) -> None:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+            "dropout_rng must be a JAX random key, an array, got "
+            f"{type(rng).__name__}: pass jax.random.key({rng})"
+        )
+    # Flax's `nnx.Rngs` has every attribute, also a dtype.
+    if callable(rng) and not isinstance(getattr(rng, "shape", None), tuple):
+        raise TypeError(
+            "dropout_rng must be a JAX random key, an array, got "
+            f"{type(rng).__name__}: of Flax's nnx.Rngs pass rngs.dropout()"
+        )
+    check_array("dropout_rng", rng)
 
 
 def check_operands(query, key, value):
-    operands = {"query": query, "key": key, "value": value}
-    for name, x in operands.items():
+    given = {"query": query, "key": key, "value": value}
+    given = {name: unwrapped(x) for name, x in given.items()}
+    check_array("query", given["query"])
+    query, key, value = given.values()
+    for name, x in given.items():
         check_array(name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(
@@ -302,7 +307,8 @@ def check_operands(query, key, value):
         if x.dtype != query.dtype:
             raise TypeError(
                 "query, key and value must have the same dtype, got query "
-                f"{query.dtype.name} and {name} {x.dtype.name}"
+                f"{query.dtype.name} and {name} {x.dtype.name}: cast one, as "
+                f"{name}.astype(query.dtype)"
             )
         if x.ndim == 1 or x.ndim == 0:
             raise ValueError(
@@ -346,89 +352,4 @@ def check_operands(query, key, value):
                 f"{k} key heads (key {key.shape}) and {n} query heads (query "
                 f"{query.shape})"
             )
-    return tuple(jnp.asarray(x) for x in operands.values())
-
-
-def check_bool(name: str, x) -> None:
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} must be a Python bool, got {x!r}")
-
-
-def check_implementation(implementation) -> None:
-    if implementation is not None and implementation not in _backends.names():
-        raise ValueError(
-            f"implementation must be None or one of {_backends.names()}, got "
-            f"{implementation!r}"
-        )
-
-
-def check_precision(precision) -> jax.lax.Precision | None:
-    """Returns the first precision that is at least as exact as the one requested."""
-    if precision is None or precision == (None, None):
-        # As jax.numpy does.
-        precision = jax.config.jax_default_matmul_precision
-        if precision is None:
-            return None
-    pair = precision if isinstance(precision, tuple | list) else (precision,)
-    found = [_precision(x) for x in pair]
-    if len(pair) not in (1, 2) or None in found:
-        raise ValueError(
-            "precision must be None, 'default', 'high', 'highest', a "
-            "jax.lax.Precision, a jax.lax.DotAlgorithmPreset or a pair of these, got "
-            f"{precision!r}"
-        )
-    return max(found, key=_PRECISIONS.index)
-
-
-_PRECISIONS = (
-    jax.lax.Precision.DEFAULT,
-    jax.lax.Precision.HIGH,
-    jax.lax.Precision.HIGHEST,
-)
-
-
-def _precision(x) -> jax.lax.Precision | None:
-    """The precision for one operand; None if `x` is not a precision."""
-    if isinstance(x, bool):
-        return None
-    try:
-        return jax.lax.Precision(x)
-    except (TypeError, ValueError):
-        pass
-    name = x.name if isinstance(x, jax.lax.DotAlgorithmPreset) else x
-    if not isinstance(name, str) or name not in jax.lax.DotAlgorithmPreset.__members__:
-        return None
-    # TF32, the default, is as exact as bfloat16 and float16; several products of
-    # those, float32 and float64 are more exact.
-    wide = name.startswith(("F32", "F64")) or name[:-1].endswith("_X")
-    return jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT
-
-
-def check_window(window: Any, is_causal: bool) -> Window | None:
-    if window is None:
-        return Window(None, 0) if is_causal else None
-    sides = (window, window) if not isinstance(window, tuple | list) else window
-    if len(sides) != 2:
-        raise ValueError(
-            f"local_window_size must be an int or a pair (left, right), got {window!r}"
-        )
-    bounds: list[int | None] = []
-    for side in sides:
-        if side is not None:
-            if isinstance(side, bool):
-                raise TypeError(f"local_window_size must contain ints, got {window!r}")
-            try:
-                side = operator.index(side)
-            except TypeError as error:
-                raise TypeError(
-                    "local_window_size must contain Python ints or None, got "
-                    f"{window!r}"
-                ) from error
-            if side < 0:
-                raise ValueError(
-                    f"local_window_size must not be negative, got {window!r}"
-                )
-            side = side if side < _FAR else None
-        bounds.append(side)
-    left, right = bounds
-    return Window(left, 0 if is_causal else right)
+    return tuple(as_array(name, x) for name, x in given.items())

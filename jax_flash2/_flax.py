@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_flash2._api import Array, Precision, attention
+from jax_flash2._arrays import as_array, unwrapped
 
 
 def flax_attention(
@@ -36,12 +37,17 @@ def flax_attention(
     `linen.MultiHeadAttention` or `nnx.MultiHeadAttention`. Decoding with a cache works
     too. This module does not import Flax.
 
+    A function of your own around it needs its signature (`functools.wraps`): linen
+    reads the names of the parameters, and leaves out, in silence, the mask and the
+    dropout of a function that does not name them.
+
     Args:
       query: [*B, T, N, H].
       key: [*B, S, K, H]. K must divide N.
       value: [*B, S, K, Hv].
       bias: any dtype. Broadcasts to [*B, N, T, S].
-      mask: bool, or numbers of which 0 masks. Broadcasts to [*B, N, T, S].
+      mask: bool, or numbers of which 0 masks, as in Flax. (One that is added to the
+        scores, of which 0 keeps, is a bias.) Broadcasts to [*B, N, T, S].
       broadcast_dropout: if True, every batch entry and head drops the same pairs.
       dropout_rng: a JAX random key.
       dropout_rate: the probability in [0, 1) of dropping each attention weight.
@@ -95,8 +101,13 @@ def flax_attention(
                 f"{name} must be None, got {einsum!r}: jax_flash2 computes this "
                 "product itself; use Flax's own attention_fn to replace it"
             )
+    query, key, value = map(unwrapped, (query, key, value))
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    query, key, value = (
+        as_array(name, x).astype(dtype)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    bias, mask = unwrapped(bias), unwrapped(mask)
     if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
         bias = jnp.asarray(bias, dtype)
     if mask is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash2._arguments import check_array
+from jax_flash2._arrays import as_array, check_array, unwrapped
 from pallas_kernels.core import flash2
 
 
@@ -25,7 +25,8 @@ def merge(
     is the result of one call with all keys, if no key is in two parts. It is computed
     in float32 or wider, from outputs that were rounded to their own dtype. It is
     differentiable, and so are its gradients. A part without keys for a row (log-sum-exp
-    -inf) adds nothing to it, whatever its output holds.
+    -inf) adds nothing to it, whatever its output holds, and its gradients are 0. (Those
+    of the formula as it stands are NaN.)
 
     Args:
       *parts: pairs (output, log-sum-exp), at least one. Outputs have one shape
@@ -64,9 +65,8 @@ def merge(
     """
     if not parts:
         raise ValueError("parts: merge needs at least one pair, got none")
-    for i, part in enumerate(parts):
-        _check(f"parts[{i}]", part)
-    outputs, logs = zip(*parts, strict=True)
+    pairs = [_checked(f"parts[{i}]", part) for i, part in enumerate(parts)]
+    outputs, logs = zip(*pairs, strict=True)
     for i, x in enumerate(outputs):
         if x.shape != outputs[0].shape:
             raise ValueError(
@@ -75,7 +75,7 @@ def merge(
             )
     wide = jnp.result_type(jnp.float32, *(x.dtype for x in (*outputs, *logs)))
     if sinks is not None:
-        check_array("sinks", sinks)
+        sinks = as_array("sinks", sinks)
         _check_floating("sinks", sinks)
         heads = outputs[0].shape[-2:-1] if outputs[0].ndim > 2 else ()
         if not heads:
@@ -91,15 +91,15 @@ def merge(
     return merged.astype(outputs[0].dtype), total.astype(logs[0].dtype)
 
 
-def _check(name: str, part: Any) -> None:
-    """Raises if a part is no output with its log-sum-exp."""
+def _checked(name: str, part: Any) -> tuple[jax.Array, jax.Array]:
+    """A part, if it is an output with its log-sum-exp; raises elsewhere."""
     if not isinstance(part, tuple | list) or len(part) != 2:
         raise TypeError(
             f"{name} must be a pair (output, log-sum-exp), as "
             f"attention(return_residual=True) gives, got {type(part).__name__}"
         )
-    output, log = part
-    for i, x in enumerate(part):
+    output, log = (unwrapped(x) for x in part)
+    for i, x in enumerate((output, log)):
         check_array(f"{name}[{i}]", x)
     _check_floating(f"{name}[0]", output)
     if log.dtype not in (jnp.float32, jnp.float64):
@@ -109,6 +109,7 @@ def _check(name: str, part: Any) -> None:
             f"{name}[1] must have shape {output.shape[:-1]}, that of {name}[0] without "
             f"its last axis, got {log.shape}"
         )
+    return as_array(f"{name}[0]", output), as_array(f"{name}[1]", log)
 
 
 def _check_floating(name: str, x: jax.Array) -> None:

@@ -183,6 +183,18 @@ MUTANTS = [
             "tests/test_dropout.py -k uncorrelated",
         ),
         (
+            "the last word of a random key without effect",
+            "in words.reshape(-1):",
+            "in words.reshape(-1)[:-1]:",
+            "tests/test_dropout.py -k seeds",
+        ),
+        (
+            "batch entries that drop the same",
+            "entry = lax.broadcasted_iota(jnp.uint32, shape, 0)",
+            "entry = jnp.zeros(shape, jnp.uint32)",
+            "tests/test_dropout.py -k seeds",
+        ),
+        (
             "other bits in a transposed block",
             "for x in words)",
             "for x in words[::-1])",
@@ -355,17 +367,35 @@ MUTANTS = [
     *of(
         "jax_flash2/_arguments.py",
         (
-            "half of an id of 64 bits",
-            "[words[..., 0], words[..., 1]]",
-            "[words[..., 0]]",
-            "tests/test_errors.py -k 'wide_integers and xla'",
-        ),
-        (
             "far offsets as they are",
-            "return Named(_clipped(x, -_FAR, _FAR), axes)",
+            "return Named(clipped(x, -FAR, FAR), axes)",
             "return Named(x, axes)",
             "tests/test_errors.py -k 'far_offsets and xla'",
         ),
+    ),
+    *of(
+        "jax_flash2/_arrays.py",
+        (
+            "half of an id of 64 bits",
+            "for i in range(2)]",
+            "for i in range(1)]",
+            "tests/test_errors.py -k 'wide_integers and xla'",
+        ),
+        (
+            "half of an id of 64 bits of NumPy",
+            "zip(*map(halves, arrays), strict=True))",
+            "zip(*map(halves, arrays), strict=True))[:1]",
+            "tests/test_arrays.py -k wide_ids",
+        ),
+        (
+            "gradients as weakly typed as their operands",
+            "jax.lax.mul(x, jnp.ones_like(x, dtype=x.dtype))",
+            "x.astype(x.dtype)",
+            "tests/test_arrays.py -k weak",
+        ),
+    ),
+    *of(
+        "jax_flash2/_options.py",
         (
             "a causal window looks ahead",
             "Window(left, 0 if is_causal else right)",

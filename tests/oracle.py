@@ -156,8 +156,8 @@ def is_mask(bias, soft_cap: float | None) -> np.ndarray:
 def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
     """What dropout multiplies each probability by, [*B, N, T, S]: 0, or 1 / (1 - rate).
 
-    Philox 2x32 with 7 rounds (Salmon et al. 2011) gives two words: for query rows r and
-    r + 8 of sixteen, and each for key rows c, c + 8, c + 16 and c + 24 of thirty-two.
+    The cipher gives two words: for query rows r and r + 8 of sixteen, and each for key
+    rows c, c + 8, c + 16 and c + 24 of thirty-two.
     These take the bytes (3, 2), (2, 1), (1, 0) and (0, 3) of the word.
     """
     rate = arguments.get("dropout_rate", 0.0)
@@ -166,9 +166,7 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
     threshold = round((1 - rate) * 2**16)
     broadcast = arguments.get("broadcast_dropout", False)
     shape = () if broadcast else (*batch, n)
-    words = jax.random.bits(arguments["dropout_rng"], (2, *shape), np.uint32)
-    key, tweak = np.asarray(words, np.uint64)[..., None, None]
-    low = np.uint64(0xFFFFFFFF)
+    key, tweak = (x[..., None, None] for x in dropout_seeds(arguments, shape))
 
     def group_and_place(size, count):
         rows = np.arange(size, dtype=np.uint64)
@@ -176,14 +174,36 @@ def dropout_weight(arguments, batch, n: int, t: int, s: int) -> np.ndarray:
 
     (rows, row_place), (columns, place) = group_and_place(t, 2), group_and_place(s, 4)
     x0, x1 = columns + 0 * key, rows[:, None] ^ tweak
-    for _ in range(7):
-        product = x0 * np.uint64(0xD256D193)
-        x0, x1 = (product >> np.uint64(32)) ^ key ^ x1, product & low
-        key = (key + np.uint64(0x9E3779B9)) & low
+    x0, x1 = philox(x0, x1, key)
     word = np.where(row_place[:, None] == 1, x1, x0)
     bits = (word << np.uint64(32) | word) >> (np.uint64(48) - 8 * place)
     bits &= np.uint64(0xFFFF)
     return np.where(bits < threshold, 2**16 / threshold, 0.0)
+
+
+def dropout_seeds(arguments, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """A seed of two words for each batch entry and head, of `shape` (or ()).
+
+    The cipher, with each word of the random key in turn, of the head's number (the
+    last axis) and the batch entry's.
+    """
+    heads = shape[-1] if shape else 1
+    number = np.arange(np.prod(shape, dtype=int), dtype=np.uint64)
+    seed = [number % np.uint64(heads), number // np.uint64(heads)]
+    rng = arguments["dropout_rng"]
+    for word in np.asarray(jax.random.key_data(rng), np.uint64).reshape(-1):
+        seed = philox(*seed, word)
+    return [x.reshape(shape) for x in seed]
+
+
+def philox(x0, x1, key):
+    """Philox 2x32 with 7 rounds, in uint64 (Salmon et al. 2011)."""
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(7):
+        product = x0 * np.uint64(0xD256D193)
+        x0, x1 = (product >> np.uint64(32)) ^ key ^ x1, product & low
+        key = (key + np.uint64(0x9E3779B9)) & low
+    return x0, x1
 
 
 def upper_bits(x: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ MODULES = (
     "jax_flash2._flax",
     "jax_flash2._merge",
     "jax_flash2._rows",
+    "jax_flash2.nn",
     "pallas_kernels.configs",
 )
 
@@ -32,9 +33,18 @@ def test_public_functions_have_examples():
         name for name in jax_flash2.__all__ if callable(getattr(jax_flash2, name))
     ]
     assert "attention" in public
-    for name in public:
-        (test,) = finder.find(getattr(jax_flash2, name), name)
+    functions = {name: getattr(jax_flash2, name) for name in public}
+    functions |= {k: x for k, x in vars(jax_flash2.nn).items() if _is_own(x)}
+    assert "dot_product_attention" in functions
+    for name, function in functions.items():
+        (test,) = finder.find(function, name)
         assert test.examples, name
+
+
+def _is_own(x) -> bool:
+    """Whether it is a public function of `jax_flash2.nn`."""
+    own = getattr(x, "__module__", None) == "jax_flash2.nn"
+    return own and not x.__name__.startswith("_")
 
 
 def code_blocks(language: str) -> list[str]:

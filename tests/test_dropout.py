@@ -251,3 +251,102 @@ def test_signs_stand_for_what_is_dropped():
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
     assert np.any(found[0][0] == 0.0)
+
+
+KEYS = {
+    "threefry": lambda seed: jax.random.key(seed, impl="threefry2x32"),
+    "rbg": lambda seed: jax.random.key(seed, impl="rbg"),
+    "unsafe_rbg": lambda seed: jax.random.key(seed, impl="unsafe_rbg"),
+    "raw": jax.random.PRNGKey,
+}
+
+
+def one_head(rng):
+    x = jnp.float32(np.random.default_rng(0).standard_normal((20, 16)))
+    return attention(x, x, x, dropout_rate=0.5, dropout_rng=rng, implementation="xla")
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_of_every_kind_drop_the_same_under_vmap(kind, broadcast):
+    """As a loop over them, and where each is mapped beside heads of its own."""
+    keys = jnp.stack([KEYS[kind](seed) for seed in range(3)])
+
+    def call(rng):
+        return masks(
+            {"implementation": "reference"},
+            dropout_rng=rng,
+            broadcast_dropout=broadcast,
+        )
+
+    @jax.jit
+    @jax.vmap
+    def mapped(rng):
+        x = jnp.zeros((2, 40, 2, 16))
+        v = jnp.broadcast_to(jnp.eye(48)[:, None, :], (2, 48, 2, 48))
+        k, options = jnp.zeros((2, 48, 2, 16)), {"implementation": "reference"}
+        options |= {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
+        return attention(x, k, v, dropout_rng=rng, **options) > 0
+
+    looped = np.stack([call(keys[i]) for i in range(3)])
+    np.testing.assert_array_equal(mapped(keys).swapaxes(-2, -3), looped)
+    assert 0.4 < np.mean(looped[0] == looped[1]) < 0.6
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_settings_of_jax_drop_nothing_else(kind):
+    """Neither how threefry counts, nor x64, nor jit; and entries added, none."""
+    rng = KEYS[kind](3)
+    expected = one_head(rng)
+    for partitionable in (False, True):
+        with jax.threefry_partitionable(partitionable):
+            np.testing.assert_array_equal(one_head(rng), expected)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(one_head(rng), expected)
+    np.testing.assert_allclose(jax.jit(one_head)(rng), expected, atol=1e-5)
+    option = {"implementation": "reference"}
+    few, many = (
+        masks(option, batch=batch, n=n, dropout_rng=rng)
+        for batch, n in (((2,), 2), ((3,), 5))
+    )
+    np.testing.assert_array_equal(many[:2, :2], few)
+
+
+def test_raw_keys_are_keys():
+    typed = one_head(jax.random.key(7, impl="threefry2x32"))
+    raw = np.asarray(jax.random.key_data(jax.random.key(7, impl="threefry2x32")))
+    np.testing.assert_array_equal(one_head(jnp.asarray(raw)), typed)
+    np.testing.assert_array_equal(one_head(raw), typed)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_seeds_are_of_every_word_and_number(count):
+    """All seeds of a call differ, and of many keys; each bit given turns half."""
+    rng = np.random.default_rng(0)
+    words = jnp.uint32(rng.integers(0, 2**32, count))
+    of_call = np.stack(dropout_lib.seeds(words, (40, 25), (100,)), -1)
+    assert of_call.shape == (40, 25, 100, 2)
+    flat = of_call.reshape(-1, 2)
+    assert len(np.unique(flat, axis=0)) == len(flat) == 100_000
+    assert abs(np.unpackbits(flat.view(np.uint8)).mean() - 0.5) < 5e-4
+    one = jax.jit(jax.vmap(lambda w: jnp.stack(dropout_lib.seeds(w))))
+    # Keys of consecutive seeds, and any others.
+    keys = np.zeros((2000, count), np.uint32)
+    keys[:, -1] = np.arange(2000)
+    assert len(np.unique(one(keys), axis=0)) == 2000
+    keys = rng.integers(0, 2**32, (2000, count), np.uint64).astype(np.uint32)
+    seeds = np.asarray(one(keys))
+    for word, bit in itertools.product(range(count), (0, 1, 9, 16, 30, 31)):
+        others = keys.copy()
+        others[:, word] ^= np.uint32(1 << bit)
+        turned = np.unpackbits((one(others) ^ seeds).view(np.uint8), axis=1)
+        assert np.abs(turned.reshape(2000, -1).mean(0) - 0.5).max() < 6 / 2 / 2000**0.5
+
+
+def test_a_key_used_twice_is_said():
+    """Where JAX looks for that."""
+    with jax.debug_key_reuse(True):
+        rng = jax.random.key(0)
+        one_head(rng)
+        with pytest.raises(jax.errors.KeyReuseError):
+            one_head(rng)

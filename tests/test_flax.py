@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jax_flash2 import flax_attention
+from jax_flash2 import attention, flax_attention
 from tests.cases import BACKENDS, ON_GPU
+from tests.test_recipes import sections
 from tests.tiers import MAINLY_XLA, deeply
 
 WIDTH, HEADS, T = 32, 4, 20
@@ -222,3 +223,48 @@ def test_nnx_decoding_with_a_cache():
     decoder.init_cache(x().shape)
     for i in range(T):
         assert_close(decoder(x()[:, i : i + 1])[:, 0], whole[:, i])
+
+
+def test_what_flax_users_pass_by_mistake():
+    q = jnp.ones((1, 4, 1, 8))
+    options = {"dropout_rate": 0.1, "deterministic": False}
+    for rngs in (nnx.Rngs(0), nnx.Rngs(0).dropout):
+        with pytest.raises(TypeError, match=r"dropout_rng .*pass rngs\.dropout\(\)"):
+            flax_attention(q, q, q, dropout_rng=rngs, **options)
+    sizes = {"num_heads": 1, "in_features": 8, "decode": False}
+    layer = nnx.MultiHeadAttention(**sizes, attention_fn=attention, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="pass flax_attention as attention_fn"):
+        layer(q[..., 0, :])
+
+
+def recipe() -> dict:
+    """The names that the page's section on Flax defines."""
+    names = {"__name__": "recipe"}
+    exec(compile(sections()["Flax"], "RECIPES.md, Flax", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_masks_and_dropout_reach_the_function_of_the_recipe(module):
+    """Of linen too, which passes what a signature names, and no more."""
+    names = recipe()
+    sizes = {"num_heads": HEADS, "dropout_rate": 0.5, "broadcast_dropout": False}
+    keys = jax.random.key(1), jax.random.key(2)
+
+    def run(function, mask, rng):
+        if module == "linen":
+            layer = linen.MultiHeadAttention(**sizes, attention_fn=function)
+            options = {"mask": mask, "deterministic": rng is None, "dropout_rng": rng}
+            return layer.init_with_output(jax.random.key(0), x(), **options)[0]
+        sizes_ = {**sizes, "in_features": WIDTH, "decode": False, "rngs": nnx.Rngs(0)}
+        layer = nnx.MultiHeadAttention(**sizes_, attention_fn=function)
+        rngs = None if rng is None else nnx.Rngs(dropout=rng)
+        return layer(x(), mask=mask, deterministic=rng is None, rngs=rngs)
+
+    causal = MASKS["causal_bool"]
+    masked, free = (run(names["rotary"], mask, None) for mask in (causal, None))
+    assert_close(masked[:, -1], free[:, -1])
+    assert np.abs(masked - free)[:, : T // 2].max() > 100 * ATOL
+    a, b, again = (run(names["rotary"], None, rng) for rng in (*keys, keys[0]))
+    np.testing.assert_array_equal(a, again)
+    assert np.abs(a - b).max() > 0.01 < np.abs(a - free).max()

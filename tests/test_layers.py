@@ -31,12 +31,13 @@ LAYERS = (
     ("jax_flash2/_operation.py",),
     ("jax_flash2/_derivatives.py", "jax_flash2/_reference.py"),
     ("jax_flash2/_vjp.py",),
+    ("jax_flash2/_options.py", "jax_flash2/_arrays.py"),
     ("jax_flash2/_arguments.py",),
     ("jax_flash2/_rows.py", "jax_flash2/_merge.py"),
     ("jax_flash2/_ring.py",),
     ("jax_flash2/_context.py",),
     ("jax_flash2/_api.py",),
-    ("jax_flash2/_flax.py",),
+    ("jax_flash2/_flax.py", "jax_flash2/nn.py"),
     ("jax_flash2/__init__.py",),
 )
 CORE = (  # of the folder, likewise
@@ -231,3 +232,22 @@ def test_wheels_hold_every_package():
     }
     found = {str(x.relative_to(ROOT)).replace(os.sep, ".") for x in folders}
     assert set(listed) == found
+
+
+def test_wheels_hold_what_is_no_python():
+    """Tables of block sizes, the recipes, and the mark of a typed package in both."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = {
+        str(path.relative_to(ROOT))
+        for package, patterns in project["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", os.sep)).glob(pattern)
+    }
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("jax_flash2", "pallas_kernels")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert listed == found
+    assert {"jax_flash2/py.typed", "pallas_kernels/py.typed"} <= found

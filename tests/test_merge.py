@@ -165,6 +165,37 @@ def test_gradients_of_parts_are_those_of_the_whole():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_gradients_beside_parts_without_keys():
+    """One part empty for some batch entries, all of them for others: never NaN."""
+    (q, k, v), _ = CASE.inputs(jnp.float32)
+    options = {"implementation": "xla", "precision": "highest"}
+    options["return_residual"] = True
+    lengths = np.int32([[20, 0], [0, 0]])  # of the first part, the second
+
+    def in_parts(q, k, v):
+        parts = ((0, 20, lengths[:, 0]), (20, 48, lengths[:, 1]))
+        return jax_flash2.merge(
+            *(
+                attention(q, k[:, a:b], v[:, a:b], key_value_seq_lengths=n, **options)
+                for a, b, n in parts
+            )
+        )
+
+    def whole(q, k, v):
+        return attention(q, k, v, key_value_seq_lengths=lengths.sum(1), **options)
+
+    def gradients(function):
+        def loss(*x):
+            out, lse = function(*x)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(lse[0]))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    for a, b in zip(gradients(in_parts), gradients(whole), strict=True):
+        assert np.all(np.isfinite(a))
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 PART = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 5, 4))
 WRONG = {
     "no parts": ((), {}, ValueError, "at least one pair"),

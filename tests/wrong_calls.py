@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2 import Blocks, Config
+from tests.wrong_hints import HINTS
 
 Q = jnp.zeros((2, 6, 4, 8))
 K = jnp.zeros((2, 5, 2, 8))
@@ -45,7 +46,7 @@ WRONG = {
     "key_dtype": (
         {"key": K.astype(jnp.bfloat16)},
         TYPE,
-        ["key", "same dtype", "bfloat16", "float32"],
+        ["key bfloat16", "same dtype", "query float32", "key.astype(query.dtype)"],
     ),
     "value_dtype": (
         {"value": K.astype(jnp.float16)},
@@ -98,7 +99,11 @@ WRONG = {
         VALUE,
         ["0 key heads", "4 query heads"],
     ),
-    "mask_float": ({"mask": jnp.ones((6, 5))}, TYPE, ["mask", "bool", "float32"]),
+    "mask_float": (
+        {"mask": jnp.ones((6, 5))},
+        TYPE,
+        ["mask", "bool", "float32", "added to the scores", "bias=", "astype(bool)"],
+    ),
     "mask_int": ({"mask": ids((6, 5))}, TYPE, ["mask", "bool", "int32"]),
     "mask_bool": ({"mask": True}, TYPE, ["mask", "array", "bool"]),
     "mask_batch": (
@@ -144,7 +149,7 @@ WRONG = {
         VALUE,
         [QUERY_LENGTHS, "(2,)", "(2, 1)"],
     ),
-    "q_lengths_list": ({QUERY_LENGTHS: [1, 2]}, TYPE, [QUERY_LENGTHS, "array", "list"]),
+    "q_lengths_list": ({QUERY_LENGTHS: [1, 2]}, TYPE, ["list", "jnp.array(query_seq"]),
     "kv_lengths_float": (
         {KEY_VALUE_LENGTHS: jnp.ones(2)},
         TYPE,
@@ -202,7 +207,7 @@ WRONG = {
     "window_negative": (
         {"local_window_size": (-1, 2)},
         VALUE,
-        ["local_window_size", "negative", "(-1, 2)"],
+        ["local_window_size", "negative", "(-1, 2)", "None"],
     ),
     "window_float": (
         {"local_window_size": (1.5, 2)},
@@ -268,7 +273,11 @@ WRONG = {
         ["query_offset", "(2,)", "(2, 1)"],
     ),
     "offset_none": ({"query_offset": None}, TYPE, ["query_offset", "NoneType"]),
-    "offset_list": ({"query_offset": [1, 2]}, TYPE, ["query_offset", "list"]),
+    "offset_list": (
+        {"query_offset": [1, 2]},
+        TYPE,
+        ["list", "jnp.array(query_offset)"],
+    ),
     "offset_array_float": (
         {"query_offset": jnp.ones(2)},
         TYPE,
@@ -308,7 +317,7 @@ WRONG = {
         ["triton", "head size 600", "512"],
     ),
     "bias_int": ({"bias": ids((6, 5))}, TYPE, ["bias", "float", "int32"]),
-    "bias_bool": ({"bias": ids((6, 5)) == 0}, TYPE, ["bias", "float", "bool"]),
+    "bias_bool": ({"bias": ids((6, 5)) == 0}, TYPE, ["bias", "float", "bool", "mask="]),
     "bias_complex": (
         {"bias": jnp.zeros((6, 5), jnp.complex64)},
         TYPE,
@@ -324,7 +333,7 @@ WRONG = {
     "bias_kv_heads": (
         {"bias": jnp.zeros((2, 6, 5))},
         VALUE,
-        ["bias", "(2, 4, 6, 5)", "(2, 6, 5)"],
+        ["bias", "(2, 4, 6, 5)", "(2, 6, 5)", "bias[:, None, :, :]"],
     ),
     "bias_keys": ({"bias": jnp.zeros(6)}, VALUE, ["bias", "(2, 4, 6, 5)", "(6,)"]),
     "bias_batch": (
@@ -396,7 +405,7 @@ WRONG = {
         VALUE,
         ["dropout_rng", "single key", "(2,)"],
     ),
-    "dropout_seed": (dropout(0.1, 3), TYPE, ["dropout_rng", "array", "int"]),
+    "dropout_seed": (dropout(0.1, 3), TYPE, ["array", "int", "jax.random.key(3)"]),
     "dropout_float_key": (
         dropout(0.1, jnp.zeros(2)),
         VALUE,
@@ -431,4 +440,5 @@ WRONG = {
     ),
     "dropout_int_key": (dropout(0.1, ids(2)), VALUE, ["dropout_rng", "int32"]),
     "broadcast_int": ({"broadcast_dropout": 1}, TYPE, ["broadcast_dropout", "bool"]),
+    **HINTS,
 }

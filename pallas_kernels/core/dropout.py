@@ -18,11 +18,15 @@ The covariance of two such pairs, kept with chance p, is 2**-8 (the chance of a 
 times at most p (1 - p): a correlation of at most 1/256, and none where p is a multiple
 of 1/256. (FlashAttention's own kernels have 8 bits for a pair, and round the rate to
 1/256.)
+
+The seed follows from a random key by the same cipher (`seeds`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.arithmetic import Arithmetic, wide_product
 from pallas_kernels.core.positions import Numbering
 
 BLOCK = 16  # rows of a block are multiples of it, and so is where they start
@@ -125,6 +129,32 @@ class Dropout:
         leaves = [jnp.broadcast_to(x, (*lead, 1, 1)).reshape(-1) for x in leaves]
         bits = jax.vmap(of_one)(*tree.unflatten(leaves))
         return bits.reshape(*lead, *bits.shape[1:])
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "heads"))
+def seeds(
+    words: jax.Array, batch: tuple[int, ...] = (), heads: tuple[int, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """The seed of each batch entry and head, from the words of a random key.
+
+    The numbers of head and entry are the counters, enciphered with one word of the key
+    after the other. So no two heads of a call have the same seed. Each seed follows
+    from the key's words and these two numbers alone: a key has the same seeds mapped
+    by `jax.vmap` or not, whatever its implementation.
+
+    Args:
+      words: uint32, of `jax.random.key_data`: any number of words.
+      batch, heads: the shape of the batch, and () or (number of heads,).
+
+    Returns:
+      Two uint32 arrays [*batch, *heads].
+    """
+    shape = (math.prod(batch), *heads)
+    entry = lax.broadcasted_iota(jnp.uint32, shape, 0)
+    head = lax.broadcasted_iota(jnp.uint32, shape, 1) if heads else entry * np.uint32(0)
+    for word in words.reshape(-1):
+        head, entry = cipher(head, entry, word, wide_product)
+    return head.reshape(*batch, *heads), entry.reshape(*batch, *heads)
 
 
 def rows_of_calls(
