@@ -77,7 +77,7 @@ def _block(rows: int, most: int) -> int:
 
 
 def _on_cpu() -> bool:
-    return device.platform() == "cpu"
+    return device.target() == "cpu"
 
 
 def _pairs(elements: list[int], head_size: int) -> int:
