@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_flash2 import _backends, _sharding
+from jax_flash2 import _backends, _partitioner, _sharding
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
@@ -280,8 +280,19 @@ class Operation:
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
         params = {"problem": problem, "axes": axes, "marker": marker}
+
+        def describe() -> str:
+            """What is computed, as on one device, and of arrays with which axes."""
+            whole = functools.partial(self._implementation, problem=problem, axes=axes)
+            traced = jax.jit(whole).trace(*context.avals_in)
+            platforms = (device.target(),)
+            return f"{axes} {traced.lower(lowering_platforms=platforms).as_text()}"
+
         with self._context(problem, list(map(Named, context.avals_in, axes))), scope:
-            return lower(context, *operands, **params)
+            results = lower(context, *operands, **params)
+            if marker is not None and division is None:
+                _partitioner.named(results, describe)
+            return results
 
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs, _forward_backends)
