@@ -353,6 +353,8 @@ def partitioned(
         """Of GSPMD (without Shardy): results are divided as operands are."""
         along: dict[str, tuple[str, ...]] = {}
         for x, argument in zip(operands, arguments, strict=True):
+            if argument.sharding is None:  # not known yet
+                continue
             mesh, found = _automatic_mesh_axes(mesh, x, argument.sharding)
             taken = {a for axes in along.values() for a in axes}
             along |= {
