@@ -112,14 +112,22 @@ def lowering_context(*names: str):
         yield
 
 
+def _why_not_here(name: str, call: Call) -> str | None:
+    """Why a backend serves no call on the platform in question (None: it does)."""
+    needed, here = BACKENDS[name].platform, device.target()
+    if needed is None or call.interpret or here == needed:
+        return None
+    return (
+        f"the kernels run on NVIDIA GPUs, not on {here!r} "
+        "(config=Config(interpret=True) interprets them on any platform, slowly)"
+    )
+
+
 def reason(name: str, call: Call) -> str | None:
     """Why a backend cannot serve the call (None: it can)."""
-    needed, here = BACKENDS[name].platform, device.platform()
-    if needed is not None and not call.interpret and here != needed:
-        return (
-            f"the kernels run on NVIDIA GPUs, not on {here!r} "
-            "(config=Config(interpret=True) interprets them on any platform, slowly)"
-        )
+    why_not = _why_not_here(name, call)
+    if why_not is not None:
+        return why_not
     try:
         backend = module(name)
     except ImportError as error:
@@ -168,13 +176,26 @@ def again(name: str, call: Call, *, is_named: bool) -> str:
 
     By then `vmap` may have added axes, and devices may have divided others, so that
     other kernels are faster. Where JAX differentiates the backend itself, or the caller
-    names it, it stays.
+    names it, it stays. And the program may be one for another platform than that where
+    arrays lie by default, on which no kernel runs: its backend serves it then.
+
+    Raises:
+      ValueError: if the platform is not that of the backend that the caller names.
     """
+    why_not_here = _why_not_here(name, call)
+    if why_not_here is not None and is_named:
+        raise ValueError(_refusal(name, why_not_here))
     if is_named or BACKENDS[name].has_tangents:
         return name
     why_not = {x: None if x == name else reason(x, call) for x in BACKENDS}
+    why_not[name] = why_not_here
     chosen = _first(call, [x for x, why in why_not.items() if why is None])
-    return name if BACKENDS[chosen].has_tangents else chosen
+    stays = why_not_here is None and BACKENDS[chosen].has_tangents
+    return name if stays else chosen
+
+
+def _refusal(name: str, why_not: str) -> str:
+    return f"implementation={name!r}: {why_not}"
 
 
 def _level_of_caller() -> int:
@@ -190,7 +211,7 @@ def _choice(implementation: str | None, call: Call) -> str:
     if implementation is not None:
         why_not = reason(implementation, call)
         if why_not is not None:
-            raise ValueError(f"implementation={implementation!r}: {why_not}")
+            raise ValueError(_refusal(implementation, why_not))
         return implementation
     why = reasons(call)
     serving = [name for name, why_not in why.items() if why_not is None]

@@ -76,7 +76,7 @@ def _block(rows: int, most: int) -> int:
 
 
 def _on_cpu() -> bool:
-    return device.platform() == "cpu"
+    return device.target() == "cpu"
 
 
 def _pairs(elements: list[int], head_size: int) -> int:
@@ -289,15 +289,17 @@ class _Plan:
         order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
         count = jnp.sum(visited, dtype=jnp.int32)
 
+        # The blocks' numbers are carried: XLA would look them up wherever they are used.
         def body(carry):
-            number, j, state = carry
-            i = of(order, number)
+            number, i, j, state = carry
             is_last = j + 1 >= of(end, i)
             number = number + is_last.astype(jnp.int32)
-            following = jnp.where(is_last, of(first, of(order, number)), j + 1)
-            return number, following, visit_at(i, j, state)
+            following = of(order, number)
+            first_j = jnp.where(is_last, of(first, following), j + 1)
+            return number, following, first_j, visit_at(i, j, state)
 
-        carry = np.int32(0), of(first, of(order, 0)), state
+        i = of(order, 0)
+        carry = np.int32(0), i, of(first, i), state
         return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:

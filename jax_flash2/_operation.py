@@ -8,6 +8,7 @@ an unmapped one is shared; the backend sees one more batch axis.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_flash2 import _backends, _sharding
+from jax_flash2 import _backends, _partitioner, _sharding
+from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
@@ -197,10 +199,14 @@ class Operation:
         self.backends = backends
         self.primitive = primitive = Primitive(name)
         primitive.multiple_results = True
-        primitive.def_impl(self._implementation)
+        primitive.def_impl(self._eager)
         primitive.def_abstract_eval(self._abstract_eval)
         batching.primitive_batchers[primitive] = self._batch
         mlir.register_lowering(primitive, self._lower)
+        # So that a program for several platforms has what is best for each.
+        for name in ("cpu", "cuda"):
+            rule = functools.partial(self._lower, platform=name)
+            mlir.register_lowering(primitive, rule, platform=name)
 
     def __call__(self, *arrays, problem: Problem, axes: tuple[Axes, ...]) -> list:
         marker = _sharding.needs_devices() if _sharding.divisible(arrays) else None
@@ -209,8 +215,12 @@ class Operation:
     def _context(self, problem: Problem, operands):
         return _backends.lowering_context(*self.backends(problem, operands))
 
-    def _implementation(self, *arrays, problem, axes, marker=None):
+    def _eager(self, *arrays, problem, axes, marker):
         del marker
+        with device.lowering_for(device.platform_of(arrays)):
+            return self._implementation(*arrays, problem=problem, axes=axes)
+
+    def _implementation(self, *arrays, problem, axes):
         problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
         operands = list(map(Named, arrays, axes))
         with self._context(problem, operands):
@@ -252,7 +262,13 @@ class Operation:
             return _sharding.partitioned(whole, part, operands, outputs)(*arrays)
         return whole(*arrays)
 
-    def _lower(self, context, *operands, problem: Problem, axes, marker):
+    def _lower(self, context, *operands, platform=None, **params):
+        if platform is None:
+            platform, *_ = context.platforms or context.module_context.platforms
+        with device.lowering_for(platform):
+            return self._lower_there(context, *operands, **params)
+
+    def _lower_there(self, context, *operands, problem: Problem, axes, marker):
         lower = mlir.lower_fun(self._divided, multiple_results=True)
         division = _sharding.explicit_division(list(map(Named, context.avals_in, axes)))
         if division is not None:
@@ -264,8 +280,19 @@ class Operation:
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
         params = {"problem": problem, "axes": axes, "marker": marker}
+
+        def describe() -> str:
+            """What is computed, as on one device, and of arrays with which axes."""
+            whole = functools.partial(self._implementation, problem=problem, axes=axes)
+            traced = jax.jit(whole).trace(*context.avals_in)
+            platforms = (device.target(),)
+            return f"{axes} {traced.lower(lowering_platforms=platforms).as_text()}"
+
         with self._context(problem, list(map(Named, context.avals_in, axes))), scope:
-            return lower(context, *operands, **params)
+            results = lower(context, *operands, **params)
+            if marker is not None and division is None:
+                _partitioner.named(results, describe)
+            return results
 
 
 FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs, _forward_backends)

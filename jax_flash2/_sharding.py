@@ -349,9 +349,27 @@ def partitioned(
         result_shardings = list(map(division.sharding, output_axes))
         return mesh, on_one, result_shardings, argument_shardings
 
-    call = custom_partitioning(function)
+    def infer(mesh, arguments, results):
+        """Of GSPMD (without Shardy): results are divided as operands are."""
+        along: dict[str, tuple[str, ...]] = {}
+        for x, argument in zip(operands, arguments, strict=True):
+            if argument.sharding is None:  # not known yet
+                continue
+            mesh, found = _automatic_mesh_axes(mesh, x, argument.sharding)
+            taken = {a for axes in along.values() for a in axes}
+            along |= {
+                name: axes
+                for name, axes in found.items()
+                if name not in along and not taken & set(axes)
+            }
+        return list(map(Division(mesh, along, size).sharding, output_axes))
+
+    # A `jit` keeps constants to itself, of which custom_partitioning takes none: they
+    # are there under `jax.ensure_compile_time_eval`.
+    call = custom_partitioning(jax.jit(function))
     call.def_partition(
         partition,
+        infer_sharding_from_operands=infer,
         sharding_rule=_sharding_rule(operand_axes, output_axes, size),
         decode_shardings=False,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import re
 
 import jax
@@ -39,10 +41,50 @@ def abstract_device():
     return getattr(mesh, "abstract_device", None)
 
 
+_lowered_for = contextvars.ContextVar("_lowered_for", default=None)
+
+
+@contextlib.contextmanager
+def lowering_for(name: str):
+    """In which a program is lowered for a platform, as JAX says it, or run on one."""
+    token = _lowered_for.set(_exact(name))
+    try:
+        yield
+    finally:
+        _lowered_for.reset(token)
+
+
+def target() -> str:
+    """What is lowered now runs there; before that, as far as is known (`platform`)."""
+    return _lowered_for.get() or platform()
+
+
 def platform() -> str:
-    """Where the program that is being traced will run: "cuda", "rocm", "cpu", ..."""
+    """Where the program that is being traced will run: "cuda", "rocm", "cpu", ...
+
+    JAX decides it later, by where the arrays lie: this is where they lie by default.
+    """
     device = abstract_device()
-    name = (device is not None and device.platform) or jax.default_backend()
+    if device is not None and device.platform:
+        return _exact(device.platform)
+    default = jax.config.jax_default_device  # a device, or the name of a platform
+    if default is not None:
+        return _exact(getattr(default, "platform", default))
+    return _exact(jax.default_backend())
+
+
+def platform_of(arrays) -> str:
+    """Where JAX runs an operation on these arrays, each of which lies somewhere."""
+    arrays = [x for x in arrays if isinstance(x, jax.Array)]
+    committed = [x for x in arrays if x.committed]
+    if arrays and (committed or jax.config.jax_default_device is None):
+        (first, *_) = (committed or arrays)[0].devices()
+        return _exact(first.platform)
+    return platform()
+
+
+def _exact(name: str) -> str:
+    """JAX's devices say "gpu" for two platforms."""
     if name != "gpu":
         return name
     if jax.default_backend() != "gpu":

@@ -28,6 +28,7 @@ LAYERS = (
     ("jax_flash2/_backends.py",),
     ("jax_flash2/_chunked.py",),
     ("jax_flash2/_sharding.py",),
+    ("jax_flash2/_partitioner.py",),
     ("jax_flash2/_operation.py",),
     ("jax_flash2/_derivatives.py", "jax_flash2/_reference.py"),
     ("jax_flash2/_vjp.py",),

@@ -30,6 +30,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core.primitives import dot_general_p
 
 Axes = tuple[str | None, ...]
 
@@ -176,6 +178,36 @@ def operand_sum(
     return rows, tuple(looped)
 
 
+def product(
+    a: jax.Array, b: jax.Array, contracting, batch=((), ()), precision=None
+) -> jax.Array:
+    """The matrix product of which all others are made; in float32, or wider.
+
+    It binds JAX's primitive. `jax.lax.dot_general` is a function that tools replace
+    while they trace a model (to quantise it), and a program of attention that was
+    traced meanwhile would serve later calls from JAX's caches.
+
+    Args:
+      a, b: arrays of a dtype.
+      contracting, batch: numbers of axes of a and of b, as `jax.lax.dot_general` takes
+        them.
+      precision: where inputs are float32: a `jax.lax.Precision`, a
+        `jax.lax.DotAlgorithmPreset`, or None.
+    """
+    is_pair = isinstance(precision, jax.lax.Precision)
+    contracting, batch = (
+        tuple(tuple(numbers) for numbers in pair) for pair in (contracting, batch)
+    )
+    return dot_general_p.bind(
+        a,
+        b,
+        dimension_numbers=(contracting, batch),
+        precision=(precision, precision) if is_pair else precision,
+        preferred_element_type=np.dtype(jnp.promote_types(a.dtype, jnp.float32)),
+        out_sharding=None,
+    )
+
+
 def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
     """The products of a and b, summed over the axes that `axes` lacks.
 
@@ -199,13 +231,8 @@ def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
         return [x.axes.index(name) for name in names]
 
     contracting = places(a, summed), places(b, summed)
-    value = jax.lax.dot_general(
-        a.value,
-        b.value,
-        (contracting, (places(a, batch), places(b, batch))),
-        precision=precision,
-        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
-    )
+    batched = places(a, batch), places(b, batch)
+    value = product(a.value, b.value, contracting, batched, precision)
     free = (name for x in (a, b) for name in x.axes if name not in shared)
     return Named(value, (*batch, *free)).to(axes)
 

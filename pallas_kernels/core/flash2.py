@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from pallas_kernels.core import axes
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 
 LOG2_E = math.log2(math.e)
@@ -404,12 +404,5 @@ def dot(a: jax.Array, b: jax.Array, contract: str, precision=None) -> jax.Array:
       contract: "nn" for a @ b, "nt" for a @ b^T, "tn" for a^T @ b.
       precision: of the product where inputs are float32.
     """
-    dims = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}[contract]
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(
-        a,
-        b,
-        (((dims[0],), (dims[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=dtype,
-    )
+    left, right = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}[contract]
+    return axes.product(a, b, ((left,), (right,)), precision=precision)

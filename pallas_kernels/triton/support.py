@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import configs, device
+from pallas_kernels.core import axes
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
 
@@ -101,7 +102,7 @@ def in_registers(x: jax.Array) -> jax.Array:
     """
     rows, columns = x.shape
     zeros = jnp.zeros((rows, 16), x.dtype), jnp.zeros((16, columns), x.dtype)
-    product = jnp.dot(*zeros, preferred_element_type=jnp.float32)
+    product = axes.product(*zeros, ((1,), (0,)))
     pack = 4 // x.dtype.itemsize
     kept = "=r,0" if pack > 1 else "=f,0"
     (result,) = plgpu.elementwise_inline_asm(

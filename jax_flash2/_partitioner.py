@@ -1,0 +1,155 @@
+"""What XLA's partitioner calls, with a name that means the same in every process.
+
+JAX's `custom_partitioning` leaves the address of a Python object in the program. So a
+persistent compilation cache never finds the program again; and where JAX is told to
+leave the address out (`jax_remove_custom_partitioning_ptr_from_cache_key`), it finds
+one program for another, for nothing is left in the key that says what is computed. It
+also traces and lowers the part of a device anew for each layer of a model.
+
+Here the call gets a target of our own. Its name is a digest of what is computed, if a
+cache is set, and the parts that were lowered once serve all equal layers of a program.
+The names of JAX that this takes are private; without them the call stays as JAX made
+it, and only carries the digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from jax.interpreters.mlir import ir
+
+try:
+    from jax._src import custom_partitioning as stock
+    from jax._src import xla_bridge
+    from jax._src.lib import xla_client
+
+    _OBJECTS = stock._sharding_callbacks
+    _PARTITION = stock._custom_partitioning_partition
+    _OTHERS = (
+        stock._custom_partitioning_propagate_user_sharding,
+        stock._custom_partitioning_infer_sharding_from_operands,
+    )
+    _REGISTER = xla_client.register_custom_call_partitioner
+    _ON_PLUGINS = xla_bridge.register_plugin_callbacks
+except (ImportError, AttributeError):
+    stock = None
+
+_JAX_TARGET = "CustomSPMDPartitioning"
+_TARGET = "jax_flash2"
+
+
+@dataclasses.dataclass
+class _Known:
+    """What is known of an object of JAX that is called back for a program.
+
+    Attributes:
+      x64: whether 64-bit types were enabled as the program was lowered.
+      parts: the lowered parts of a device, by how the partitioner divides the arrays.
+    """
+
+    x64: bool
+    parts: dict[tuple[str, ...], tuple] = dataclasses.field(default_factory=dict)
+
+
+# JAX keeps the objects alive as long as programs that may call them back. Those of a
+# name serve each other's programs.
+_by_name: dict[bytes, weakref.WeakSet] = {}
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _object(name: bytes):
+    return next(iter(_by_name[name]))
+
+
+def _address(found) -> bytes:
+    return str(id(found)).encode()
+
+
+def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, name: bytes):
+    found = _object(name)
+    known = _known[found]
+    key = (*map(str, arg_shardings), str(result_sharding))  # the name implies shapes
+    if key not in known.parts:
+        with jax.enable_x64(known.x64):
+            known.parts[key] = _PARTITION(
+                arg_shapes,
+                arg_shardings,
+                result_shape,
+                result_sharding,
+                _address(found),
+            )
+    return known.parts[key]
+
+
+def _of_name(function: Callable) -> Callable:
+    return lambda *arguments: function(*arguments[:-1], _address(_object(arguments[-1])))
+
+
+@functools.cache
+def _register() -> None:
+    propagate, infer = map(_of_name, _OTHERS)
+    options = {"can_side_effecting_have_replicated_sharding": True}
+    _REGISTER(_TARGET, propagate, _partition, infer, **options)
+    _ON_PLUGINS(
+        functools.partial(
+            _REGISTER,
+            name=_TARGET,
+            prop_user_sharding=propagate,
+            partition=_partition,
+            infer_sharding_from_operands=infer,
+            **options,
+        )
+    )
+
+
+def named(results: Sequence[ir.Value], describe: Callable[[], str]) -> None:
+    """Names the call of the partitioner that has these results.
+
+    Args:
+      results: of what was lowered; if that is no such call, nothing happens (JAX makes
+        none for one device).
+      describe: says all that decides what is computed, but shapes and the code of this
+        library.
+    """
+    call = results[0].owner
+    attributes = getattr(call, "attributes", ())
+    target = "call_target_name"
+    if target not in attributes or attributes[target] != ir.StringAttr.get(_JAX_TARGET):
+        return
+    name = uuid.uuid4().hex
+    if jax.config.jax_compilation_cache_dir is not None:
+        name = hashlib.sha256(f"{_code()} {describe()}".encode()).hexdigest()
+        digest = ir.DictAttr.get({_TARGET: ir.StringAttr.get(name)})
+        attributes["mhlo.frontend_attributes"] = digest
+    if stock is None:
+        return
+    _register()
+    address = ir.StringAttr(attributes["backend_config"]).value.encode()
+    found = _OBJECTS[address]
+    _known[found] = _Known(jax.config.jax_enable_x64)
+    _by_name.setdefault(name.encode(), weakref.WeakSet()).add(found)
+    attributes[target] = ir.StringAttr.get(_TARGET)
+    attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of the code that makes programs: that of this library and of JAX."""
+    folder = Path(__file__).parent
+    files = [
+        path
+        for package in (folder, folder.parent / "pallas_kernels")
+        for path in sorted(package.rglob("*"))
+        if path.suffix in (".py", ".json")
+    ]
+    digest = hashlib.sha256(jax.__version__.encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
