@@ -5,12 +5,13 @@ for Flax's attention modules, `Context` and `stripe` for sequences sharded over
 devices, `merge` for results over parts of the keys, `Config` for block sizes.
 """
 
+from jax_flash2 import _derivatives as _derivatives  # rules of the primitives
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
-from jax_flash2._operation import LSE_NAME, OUTPUT_NAME
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
+from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
 from pallas_kernels.configs import Blocks, Config
 
 __all__ = [
