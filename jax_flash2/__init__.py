@@ -5,7 +5,9 @@ for Flax's attention modules, `Context` and `stripe` for sequences sharded over
 devices, `merge` for results over parts of the keys, `Config` for block sizes.
 """
 
-from jax_flash2 import _derivatives as _derivatives  # rules of the primitives
+# For their rules alone.
+from jax_flash2 import _derivatives as _derivatives
+from jax_flash2 import _taylor as _taylor
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge

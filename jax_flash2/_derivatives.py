@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
 
 from jax_flash2 import _backends, _sharding
 from jax_flash2._operation import Operation, Problem, is_differentiable, of_value_alone
@@ -226,10 +227,87 @@ def _transpose(kind: _Kind, derived: _Kind, rule: Callable) -> Callable:
         found = rule(problem, operands[:count], grads)
         return [None] * count + [
             _cotangent(x, like) if ad.is_undefined_primal(array) else None
-            for x, array, like in zip(found, arrays[count:], operands[count:])
+            for x, array, like in zip(
+                found, arrays[count:], operands[count:], strict=True
+            )
         ]
 
     return transpose
+
+
+def _at_zero(problem: Problem, operands) -> list[Named]:
+    """A call with zeros for value: its operands, output and log-sum-exp.
+
+    The output is linear in value: where value is not known, it is the tangent along
+    value there, or anywhere.
+    """
+    value = operands[_VALUE]
+    zeros = Named(jnp.zeros(value.shape, value.dtype), value.axes)
+    operands = [*operands[:_VALUE], zeros, *operands[_VALUE + 1 :]]
+    o, lse = _call(_FORWARD, problem, *operands)
+    return [*operands, *_zeros([o]), lse]
+
+
+def _partly_known(trace, *tracers, problem: Problem, axes, marker):
+    """Evaluates the forward before its value is known: the log-sum-exp does not wait.
+
+    So `jax.linear_transpose` may take a function that uses both results.
+    """
+    params = {"problem": problem, "marker": marker}
+    if [i for i, x in enumerate(tracers) if not x.is_known()] != [_VALUE]:
+        params["axes"] = axes
+        return trace.default_process_primitive(FORWARD.primitive, tracers, params)
+    known = [x.pval.get_known() if x.is_known() else x.aval for x in tracers]
+    saved = _at_zero(problem, list(map(Named, known, axes)))
+    absent = [_absent(x.dtype) for x in map(saved.__getitem__, _places(saved[:-2]))]
+    absent[_VALUE] = Named(tracers[_VALUE], axes[_VALUE])
+    operands = [*saved, *absent]
+    params["axes"] = tuple(x.axes for x in operands)
+    values = [x.value for x in operands]
+    tangent = _FORWARD_TANGENT.operation.primitive
+    o, _ = trace.default_process_primitive(tangent, values, params)
+    return o, saved[-1].value
+
+
+def _by_value(cotangents, *arrays, problem: Problem, axes, marker):
+    """The transpose of the forward by value."""
+    del marker
+    linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
+    if linear != [_VALUE]:
+        raise NotImplementedError(
+            "attention is linear in value alone, and has no transpose by others of its "
+            "arguments"
+        )
+    operands = _operands(arrays, axes)
+    do, dlse = _instantiated(FORWARD, problem, operands, cotangents)
+    known = _at_zero(problem, operands)
+    dv = _of_forward(problem, known, (do, *_zeros([dlse])))[_VALUE]
+    found: list = [None] * len(arrays)
+    found[_VALUE] = _cotangent(dv, operands[_VALUE])
+    return found
+
+
+def _by_cotangents(cotangents, *arrays, problem: Problem, axes, marker):
+    """The transpose of the backward by do and dlse, in which it is linear."""
+    del marker
+    operands = _operands(arrays, axes)
+    first = len(problem.axes) + 2
+    if any(map(ad.is_undefined_primal, arrays[:first])):
+        raise NotImplementedError(
+            "gradients of attention are linear in cotangents alone, and have no "
+            "transpose by others of its arguments"
+        )
+    structs = BACKWARD.results(problem, operands)
+    along = [
+        _absent(s.dtype) if isinstance(x, ad.Zero) else Named(x, s.axes)
+        for x, s in zip(cotangents, structs, strict=True)
+    ]
+    found = _call(_FORWARD_TANGENT, problem, *operands[:first], *along)
+    pairs = zip(found, arrays[first:], operands[first:], strict=True)
+    return [None] * first + [
+        _cotangent(x, like) if ad.is_undefined_primal(array) else None
+        for x, array, like in pairs
+    ]
 
 
 def _operands(arrays, axes) -> list[Named]:
@@ -300,3 +378,6 @@ _BACKWARD = _Kind(BACKWARD, lambda problem, _: len(problem.axes) + 4)
 _FORWARD_TANGENT = _differentiate(_FORWARD, _of_forward)
 _BACKWARD_TANGENT = _differentiate(_BACKWARD, _of_backward)
 _differentiate(_FORWARD_TANGENT, _of_forward_tangent)
+pe.custom_partial_eval_rules[FORWARD.primitive] = _partly_known
+ad.primitive_transposes[FORWARD.primitive] = _by_value
+ad.primitive_transposes[BACKWARD.primitive] = _by_cotangents

@@ -31,7 +31,7 @@ LAYERS = (
     ("jax_flash2/_operation.py",),
     ("jax_flash2/_reference.py",),
     ("jax_flash2/_vjp.py",),
-    ("jax_flash2/_derivatives.py",),
+    ("jax_flash2/_derivatives.py", "jax_flash2/_taylor.py"),
     ("jax_flash2/_arguments.py",),
     ("jax_flash2/_rows.py", "jax_flash2/_merge.py"),
     ("jax_flash2/_ring.py",),
