@@ -6,13 +6,16 @@ devices, `merge` for results over parts of the keys, `Config` for block sizes, `
 libraries that call jax.nn's attention.
 """
 
+# For their rules alone.
+from jax_flash2 import _derivatives as _derivatives
+from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
-from jax_flash2._operation import LSE_NAME, OUTPUT_NAME
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
+from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
 from pallas_kernels.configs import Blocks, Config
 
 __all__ = [

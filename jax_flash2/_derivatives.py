@@ -1,58 +1,38 @@
-"""Differentiation rules: forward mode, second derivatives.
+"""Differentiation rules of the primitives: forward mode, transposes, second derivatives.
 
-The loops of the xla backend are plain JAX, so that JAX itself can push tangents through
-them (`jax.jvp`, `jax.linearize`, `jax.hessian`), in memory linear in the sequence
-length. The tangent of the forward is an operation of its own, linear in the tangents,
-and its transpose is the backward of FlashAttention-2: reverse mode saves and runs what
-the kernels' custom_vjp would.
+The tangent of the forward is an operation of its own, linear in the tangents, and its
+transpose is the backward of FlashAttention-2: reverse mode saves and runs what the
+custom_vjp of the kernels would (`_vjp`).
+
+Tangents are made by the loops of the xla backend, whatever the backend of the call.
+They are plain JAX, so that JAX itself can push tangents through them (`jax.jvp`,
+`jax.linearize`, `jax.hessian`), in memory linear in the sequence length. Along value
+alone, in which the output is linear, the tangent is the forward with another value.
 
 The transpose of the backward's tangent (reverse over reverse) needs no pass of its own.
 With L(x) = <out(x), do> + <lse(x), dlse>, the backward is g = grad L, and its
 derivative along x is a Hessian, which is symmetric: the transpose at u is the tangent
 of g along u. The derivative along do and dlse transposed is the tangent of the forward
 along u.
-
-So too for the kernels: their tangents run as loops of the xla backend.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
 
 from jax_flash2 import _backends, _sharding
-from jax_flash2._operation import (
-    BACKWARD,
-    FORWARD,
-    Operation,
-    Problem,
-    is_differentiable,
-    to_save,
-)
+from jax_flash2._operation import Operation, Problem, is_differentiable, of_value_alone
+from jax_flash2._vjp import BACKWARD, FORWARD, forward_backends, to_save
 from pallas_kernels.core.axes import Named, sizes, summed_to
 
-
-@contextlib.contextmanager
-def named_mode(backend: str):
-    """Rewrites JAX's TypeError for forward mode over a custom_vjp to name a solution.
-
-    JAX's own message remains if the differentiated function was already jitted.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            f"implementation={backend!r} supports forward mode (jax.jvp, jax.jacfwd) "
-            "only on top of reverse mode, got tangents without reverse mode: pass "
-            "implementation='xla'"
-        ) from error
+_VALUE = 2  # the place of value among the operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +60,27 @@ def _places(operands) -> list[int]:
     return [i for i, x in enumerate(operands) if is_differentiable(x)]
 
 
+def _absent(dtype) -> Named:
+    """Stands for a tangent that is zero: it costs no memory, and no operation."""
+    return Named(np.zeros((), dtype), ())
+
+
+def _present(operands, tangents) -> dict[int, Named]:
+    """The tangents that are not zero, by the places of their operands."""
+    pairs = zip(_places(operands), tangents, strict=True)
+    return {i: x for i, x in pairs if x.axes or not operands[i].axes}
+
+
 def _with_axes_of(x: Named, other: Named) -> Named:
     """`x`, repeated along the axes that only `other` has: one of two may be mapped."""
     missing = tuple(a for a in other.axes if a is not None and a not in x.axes)
     size = sizes([x, other])
     shape = (*(size[a] for a in missing), *x.shape)
     return Named(jnp.broadcast_to(x.value, shape), (*missing, *x.axes))
+
+
+def _repeated_to(x: Named, like: Named) -> jax.Array:
+    return jnp.broadcast_to(x.to(like.axes), like.shape)
 
 
 def _tangent(kind: _Kind) -> _Kind:
@@ -96,40 +91,74 @@ def _tangent(kind: _Kind) -> _Kind:
     operation = kind.operation
 
     def rule(problem: Problem, operands):
-        primals, tangents = map(list, kind.parts(problem, operands))
-        places = _places(primals)
-        for i, x in zip(places, tangents, strict=True):
-            primals[i] = _with_axes_of(primals[i], x)
-        axes = tuple(x.axes for x in primals[: len(problem.axes)])
-        backend = _backends.of_tangents()
-        here = dataclasses.replace(problem, axes=axes, backend=backend)
-
-        def function(*values):
-            operands = list(primals)
-            for i, value in zip(places, values, strict=True):
-                operands[i] = Named(value, primals[i].axes)
-            return tuple(operation.rule(here, operands))
-
-        points = tuple(primals[i].value for i in places)
-        along = (
-            _with_axes_of(x, primals[i]).to(primals[i].axes)
-            for i, x in zip(places, tangents, strict=True)
-        )
-        _, results = jax.jvp(function, points, tuple(along))
-        own = operation.outputs(here, primals)
+        primals, tangents = kind.parts(problem, operands)
+        own, results = _pushed(operation, problem, list(primals), tangents)
         wanted = operation.outputs(problem, operands)
-        return [
-            jnp.broadcast_to(Named(x, a.axes).to(b.axes), b.shape)
-            for x, a, b in zip(results, own, wanted, strict=True)
-        ]
+        named = (Named(x, a.axes) for x, a in zip(results, own, strict=True))
+        return [_repeated_to(x, b) for x, b in zip(named, wanted, strict=True)]
 
     def arity(problem: Problem, operands) -> int:
         count = kind.arity(problem, operands)
         saved = len(operation.outputs(problem, operands[:count])) * kind.saves
         return count + saved + len(_places(operands[:count]))
 
-    tangent = Operation(f"{operation.name}_tangent", rule, operation.outputs)
-    return _Kind(tangent, arity)
+    def backends(problem: Problem, operands) -> tuple[str, ...]:
+        primals, tangents = kind.parts(problem, operands)
+        if _along_value(operation, primals, tangents) is None:
+            return (_backends.of_tangents(),)
+        return forward_backends(problem, primals)
+
+    def unread(problem: Problem, operands):
+        """What the operation does not read, its tangents, and what is saved."""
+        primals, tangents = kind.parts(problem, operands)
+        first = len(operands) - len(tangents)
+        at = {i: first + number for number, i in enumerate(_places(primals))}
+        saved = range(len(primals), first)
+        return {
+            result: (*places, *saved, *(at[i] for i in places if i in at))
+            for result, places in operation.unread(problem, primals).items()
+        }
+
+    name = f"{operation.name}_tangent"
+    return _Kind(Operation(name, rule, operation.outputs, backends, unread), arity)
+
+
+def _along_value(operation: Operation, primals, tangents) -> Named | None:
+    """The tangent of value, if the forward has no other."""
+    present = _present(primals, tangents)
+    return present[_VALUE] if operation is FORWARD and [*present] == [_VALUE] else None
+
+
+def _pushed(operation: Operation, problem: Problem, primals: list[Named], tangents):
+    """Structs of the tangents of an operation's results, and their arrays."""
+
+    def static(**changes) -> Problem:
+        axes = tuple(x.axes for x in primals[: len(problem.axes)])
+        return dataclasses.replace(problem, axes=axes, **changes)
+
+    value = _along_value(operation, primals, tangents)
+    if value is not None:
+        primals[_VALUE] = value
+        here = static()
+        o, lse = operation.rule(here, primals)
+        return operation.outputs(here, primals), (o, jnp.zeros_like(lse))
+    present = _present(primals, tangents)
+    for i, x in present.items():
+        primals[i] = _with_axes_of(primals[i], x)
+    here = static(backend=_backends.of_tangents())
+
+    def function(*values):
+        operands = list(primals)
+        for i, value in zip(present, values, strict=True):
+            operands[i] = Named(value, primals[i].axes)
+        return tuple(operation.rule(here, operands))
+
+    points = tuple(primals[i].value for i in present)
+    along = (
+        _with_axes_of(x, primals[i]).to(primals[i].axes) for i, x in present.items()
+    )
+    _, results = jax.jvp(function, points, tuple(along))
+    return operation.outputs(here, primals), results
 
 
 def _no_transpose(*_, **__):
@@ -155,15 +184,19 @@ def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
         del marker
         results = operation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
-        places = _places(operands)
-        given = [ad.instantiate_zeros(tangents[i]) for i in places]
-        saved, saved_axes = (), ()
+        saved = []
         if kind.saves:
-            saved = results = to_save(*results)
-            saved_axes = tuple(x.axes for x in operation.outputs(problem, operands))
-        axes = (*axes, *saved_axes, *(axes[i] for i in places))
-        along = tangent(*arrays, *saved, *given, problem=problem, axes=axes)
-        return list(results), along
+            results = to_save(*results)
+            structs = operation.results(problem, operands)
+            saved = [Named(x, s.axes) for x, s in zip(results, structs, strict=True)]
+        given = [
+            _absent(operands[i].dtype)
+            if isinstance(tangents[i], ad.Zero)
+            else Named(tangents[i], axes[i])
+            for i in _places(operands)
+        ]
+        along = _call(derived, problem, *operands, *saved, *given)
+        return list(results), [x.value for x in along]
 
     def jvp_of_tangent(*args, **params):
         """Of a higher order: made when it is first asked for."""
@@ -172,47 +205,136 @@ def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
 
     ad.primitive_jvps[operation.primitive] = jvp
     ad.primitive_jvps[tangent.primitive] = jvp_of_tangent
-    ad.primitive_transposes[tangent.primitive] = _transpose(kind, transposed)
+    ad.primitive_transposes[tangent.primitive] = _transpose(kind, derived, transposed)
     return derived
 
 
-def _transpose(kind: _Kind, rule: Callable) -> Callable:
+def _transpose(kind: _Kind, derived: _Kind, rule: Callable) -> Callable:
     """The transpose of the tangent of an operation.
 
     Args:
       kind: of the operation.
+      derived: of its tangent.
       rule: of the problem, what the tangent takes beside tangents, and a cotangent of
         each result; returns what each tangent gets.
     """
 
     def transpose(cotangents, *arrays, problem: Problem, axes, marker):
         del marker
-        operands = [
-            Named(x.aval if ad.is_undefined_primal(x) else x, a)
-            for x, a in zip(arrays, axes, strict=True)
-        ]
-        outputs = kind.operation.outputs(problem, operands)
-        grads = [
-            Named(ad.instantiate_zeros(x), out.axes)
-            for x, out in zip(cotangents, outputs, strict=True)
-        ]
+        operands = _operands(arrays, axes)
+        grads = _instantiated(derived.operation, problem, operands, cotangents)
         count = len(operands) - len(kind.parts(problem, operands)[1])
         found = rule(problem, operands[:count], grads)
-        wanted = zip(found, arrays[count:], operands[count:], strict=True)
         return [None] * count + [
-            _sharding.divided_as(summed_to(x, like.axes).astype(like.dtype), like.value)
-            if ad.is_undefined_primal(array)
-            else None
-            for x, array, like in wanted
+            _cotangent(x, like) if ad.is_undefined_primal(array) else None
+            for x, array, like in zip(
+                found, arrays[count:], operands[count:], strict=True
+            )
         ]
 
     return transpose
 
 
+def _at_zero(problem: Problem, operands) -> list[Named]:
+    """A call with zeros for value: its operands, output and log-sum-exp.
+
+    The output is linear in value: where value is not known, it is the tangent along
+    value there, or anywhere.
+    """
+    value = operands[_VALUE]
+    zeros = Named(jnp.zeros(value.shape, value.dtype), value.axes)
+    operands = [*operands[:_VALUE], zeros, *operands[_VALUE + 1 :]]
+    o, lse = _call(_FORWARD, problem, *operands)
+    return [*operands, *_zeros([o]), lse]
+
+
+def _partly_known(trace, *tracers, problem: Problem, axes, marker):
+    """Evaluates the forward before its value is known: the log-sum-exp does not wait.
+
+    So `jax.linear_transpose` may take a function that uses both results.
+    """
+    params = {"problem": problem, "marker": marker}
+    if [i for i, x in enumerate(tracers) if not x.is_known()] != [_VALUE]:
+        params["axes"] = axes
+        return trace.default_process_primitive(FORWARD.primitive, tracers, params)
+    known = [x.pval.get_known() if x.is_known() else x.aval for x in tracers]
+    saved = _at_zero(problem, list(map(Named, known, axes)))
+    absent = [_absent(x.dtype) for x in map(saved.__getitem__, _places(saved[:-2]))]
+    absent[_VALUE] = Named(tracers[_VALUE], axes[_VALUE])
+    operands = [*saved, *absent]
+    params["axes"] = tuple(x.axes for x in operands)
+    values = [x.value for x in operands]
+    tangent = _FORWARD_TANGENT.operation.primitive
+    o, _ = trace.default_process_primitive(tangent, values, params)
+    return o, saved[-1].value
+
+
+def _by_value(cotangents, *arrays, problem: Problem, axes, marker):
+    """The transpose of the forward by value."""
+    del marker
+    linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
+    if linear != [_VALUE]:
+        raise NotImplementedError(
+            "attention is linear in value alone, and has no transpose by others of its "
+            "arguments"
+        )
+    operands = _operands(arrays, axes)
+    do, dlse = _instantiated(FORWARD, problem, operands, cotangents)
+    known = _at_zero(problem, operands)
+    dv = _of_forward(problem, known, (do, *_zeros([dlse])))[_VALUE]
+    found: list = [None] * len(arrays)
+    found[_VALUE] = _cotangent(dv, operands[_VALUE])
+    return found
+
+
+def _by_cotangents(cotangents, *arrays, problem: Problem, axes, marker):
+    """The transpose of the backward by do and dlse, in which it is linear."""
+    del marker
+    operands = _operands(arrays, axes)
+    first = len(problem.axes) + 2
+    if any(map(ad.is_undefined_primal, arrays[:first])):
+        raise NotImplementedError(
+            "gradients of attention are linear in cotangents alone, and have no "
+            "transpose by others of its arguments"
+        )
+    structs = BACKWARD.results(problem, operands)
+    along = [
+        _absent(s.dtype) if isinstance(x, ad.Zero) else Named(x, s.axes)
+        for x, s in zip(cotangents, structs, strict=True)
+    ]
+    found = _call(_FORWARD_TANGENT, problem, *operands[:first], *along)
+    pairs = zip(found, arrays[first:], operands[first:], strict=True)
+    return [None] * first + [
+        _cotangent(x, like) if ad.is_undefined_primal(array) else None
+        for x, array, like in pairs
+    ]
+
+
+def _operands(arrays, axes) -> list[Named]:
+    """Of a transpose: arrays, and types of what it is linear in."""
+    return [
+        Named(x.aval if ad.is_undefined_primal(x) else x, a)
+        for x, a in zip(arrays, axes, strict=True)
+    ]
+
+
+def _instantiated(operation: Operation, problem: Problem, operands, cotangents):
+    """Cotangents of an operation's results, as arrays."""
+    structs = operation.results(problem, operands)
+    pairs = zip(cotangents, structs, strict=True)
+    return [Named(ad.instantiate_zeros(x), s.axes) for x, s in pairs]
+
+
+def _cotangent(x: Named, like: Named):
+    """What an operand gets of the gradient for each element of a map."""
+    x = Named(summed_to(x, like.axes).astype(like.dtype), like.axes)
+    return _sharding.divided_as(_repeated_to(x, like), like.value)
+
+
 def _call(kind: _Kind, problem: Problem, *operands: Named) -> list[Named]:
     axes = tuple(x.axes for x in operands)
     results = kind.operation(*(x.value for x in operands), problem=problem, axes=axes)
-    structs = kind.operation.outputs(problem, operands)
+    structs = kind.operation.results(problem, operands)
     return [Named(x, struct.axes) for x, struct in zip(results, structs, strict=True)]
 
 
@@ -247,7 +369,7 @@ def _along(problem: Problem, saved, cotangents, along):
     That o and lse, the last of `saved`, follow from the operands is in them.
     """
     of_out = _call(_FORWARD_TANGENT, problem, *saved, *along)
-    tangents = (*along, *of_out, *_zeros(cotangents))
+    tangents = (*along, *of_out, *(_absent(x.dtype) for x in cotangents))
     return of_out, _call(_BACKWARD_TANGENT, problem, *saved, *cotangents, *tangents)
 
 
@@ -256,3 +378,6 @@ _BACKWARD = _Kind(BACKWARD, lambda problem, _: len(problem.axes) + 4)
 _FORWARD_TANGENT = _differentiate(_FORWARD, _of_forward)
 _BACKWARD_TANGENT = _differentiate(_BACKWARD, _of_backward)
 _differentiate(_FORWARD_TANGENT, _of_forward_tangent)
+pe.custom_partial_eval_rules[FORWARD.primitive] = _partly_known
+ad.primitive_transposes[FORWARD.primitive] = _by_value
+ad.primitive_transposes[BACKWARD.primitive] = _by_cotangents

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -118,62 +117,11 @@ def _struct(axes: Axes, size: dict[str, int], dtype) -> Named:
     return Named(jax.ShapeDtypeStruct(shape, dtype), axes)
 
 
-def _forward_rule(problem: Problem, operands):
-    o, lse = forward_outputs(problem, operands)
-    if 0 in sizes(operands).values():
-        return [
-            jnp.zeros(o.shape, o.dtype),
-            jnp.full(lse.shape, -jnp.inf, lse.dtype),
-        ]
-    q, k, v, spec = problem.named([x.value for x in operands])
-    options = {"config": problem.config, "precision": problem.precision}
-    (backend,) = map(_backends.module, _forward_backends(problem, operands))
-    return backend.forward(q, k, v, spec, (o, lse), **options)
-
-
-def _backward_rule(problem: Problem, operands):
-    outputs = backward_outputs(problem, operands)
-    if 0 in sizes(operands).values():
-        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
-    arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
-    q, k, v, spec = problem.named([x.value for x in arrays])
-    arguments = q, k, v, spec, saved
-    options = {"config": problem.config, "precision": problem.precision}
-    backend, *other = map(_backends.module, _backward_backends(problem, operands))
-    if not other:
-        return backend.backward(*arguments, outputs, **options)
-    end = 3 + len(spec.score.operands)
-    own, of_score = (*outputs[:3], *outputs[end:]), outputs[3:end]
-    found = backend.backward(*arguments, own, **options)
-    more = other[0].score_gradients(*arguments, of_score, **options)
-    return [*found[:3], *more, *found[3:]]
-
-
-def _own_backend(problem: Problem, operands) -> tuple[str, ...]:
-    del operands
-    return (problem.backend,)
-
-
-def _serving(problem: Problem, operands) -> tuple[str, Call]:
-    """The backend of a call, with all the axes that it has by now, and the call."""
-    q, k, v, *leaves = operands[: len(problem.axes)]
-    spec = problem.spec_tree.unflatten(leaves)
-    call = Call(q, k, v, spec, problem.config, problem.precision)
-    name = _backends.again(problem.backend, call, is_named=problem.is_named)
-    return name, call
-
-
-def _forward_backends(problem: Problem, operands) -> tuple[str, ...]:
-    name, _ = _serving(problem, operands)
-    return (name,)
-
-
-def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
-    """That of the gradients, and another for those of the score's operands, if so."""
-    name, call = _serving(problem, operands)
-    name = _backends.of_backward(name, call, is_named=problem.is_named)
-    other = _backends.of_score_gradients(name, call)
-    return (name,) if other is None else (name, other)
+def of_value_alone(problem: Problem) -> tuple[int, ...]:
+    """The places of the operands on which the output depends and lse does not."""
+    places = range(3, 3 + problem.spec_tree.num_leaves)
+    spec = problem.spec_tree.unflatten(places)
+    return 2, *jax.tree.leaves(spec.dropout)
 
 
 class Operation:
@@ -185,7 +133,13 @@ class Operation:
       outputs: of the same, the operands may be shape structs; returns shape structs.
       backends: of the problem and the operands; returns the names of the backends whose
         functions the rule runs.
+      unread: of the problem and the operands; returns for each result, by its place,
+        the places of operands that it does not depend on, if there are any.
       primitive: for differentiation rules.
+
+    A result has no axis that `jax.vmap` made for operands it does not depend on. The
+    rule and `outputs` have it there, as the kernels do: all its elements are equal, and
+    the first is the result.
     """
 
     def __init__(
@@ -193,10 +147,11 @@ class Operation:
         name: str,
         rule: Callable,
         outputs: Callable,
-        backends: Callable = _own_backend,
+        backends: Callable,
+        unread: Callable,
     ):
         self.name, self.rule, self.outputs = name, rule, outputs
-        self.backends = backends
+        self.backends, self.unread = backends, unread
         self.primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._eager)
@@ -212,6 +167,24 @@ class Operation:
         marker = _sharding.needs_devices() if _sharding.divisible(arrays) else None
         return self.primitive.bind(*arrays, problem=problem, axes=axes, marker=marker)
 
+    def results(self, problem: Problem, operands) -> list[Named]:
+        """Shape structs of the results."""
+        outputs = list(self.outputs(problem, operands))
+        division = _sharding.explicit_division(operands)
+        divided = set() if division is None else set(division.along)
+        for i, places in self.unread(problem, operands).items():
+            read = (x for j, x in enumerate(operands) if j not in places)
+            own = divided.union(*(x.axes for x in read))
+            axes, shape = outputs[i].axes, outputs[i].shape
+            is_kept = [
+                a in own or not is_mapped(a) or n == 0
+                for a, n in zip(axes, shape, strict=True)
+            ]
+            at = [j for j, kept in enumerate(is_kept) if kept]
+            struct = jax.ShapeDtypeStruct([shape[j] for j in at], outputs[i].dtype)
+            outputs[i] = Named(struct, tuple(axes[j] for j in at))
+        return outputs
+
     def _context(self, problem: Problem, operands):
         return _backends.lowering_context(*self.backends(problem, operands))
 
@@ -221,15 +194,48 @@ class Operation:
             return self._implementation(*arrays, problem=problem, axes=axes)
 
     def _implementation(self, *arrays, problem, axes):
-        problem = dataclasses.replace(problem, axes=axes[: len(problem.axes)])
         operands = list(map(Named, arrays, axes))
+        return self._firsts(problem, operands, self._whole(problem, operands))
+
+    def _whole(self, problem: Problem, operands) -> list:
+        """What the rule makes."""
+        problem = dataclasses.replace(
+            problem, axes=tuple(x.axes for x in operands[: len(problem.axes)])
+        )
         with self._context(problem, operands):
             return list(self.rule(problem, operands))
+
+    def _structs(self, problem: Problem, operands) -> list[tuple[Named, Named]]:
+        """Of what the rule makes, and of the results."""
+        outputs = self.outputs(problem, operands)
+        return list(zip(outputs, self.results(problem, operands), strict=True))
+
+    def _firsts(self, problem: Problem, operands, found) -> list:
+        """The results, of what the rule makes."""
+        firsts = []
+        for x, (whole, result) in zip(
+            found, self._structs(problem, operands), strict=True
+        ):
+            for i in reversed(range(len(whole.axes))):
+                if is_mapped(whole.axes[i]) and whole.axes[i] not in result.axes:
+                    x = jax.lax.index_in_dim(x, 0, i, keepdims=False)
+            firsts.append(x)
+        return firsts
+
+    def _repeated(self, problem: Problem, operands, found) -> list:
+        """What the rule makes, of the results."""
+        structs = self._structs(problem, operands)
+        return [
+            x
+            if whole.axes == result.axes
+            else jnp.broadcast_to(Named(x, result.axes).to(whole.axes), whole.shape)
+            for x, (whole, result) in zip(found, structs, strict=True)
+        ]
 
     def _abstract_eval(self, *avals, problem, axes, marker):
         del marker
         operands = list(map(Named, avals, axes))
-        return _sharding.types(operands, self.outputs(problem, operands))
+        return _sharding.types(operands, self.results(problem, operands))
 
     def _batch(self, arrays, dims, *, problem, axes, marker):
         used = {a for operand_axes in axes for a in operand_axes}
@@ -240,8 +246,10 @@ class Operation:
         )
         params = {"problem": problem, "axes": axes, "marker": marker}
         results = self.primitive.bind(*arrays, **params)
-        structs = self.outputs(problem, list(map(Named, arrays, axes)))
-        return results, [x.axes.index(name) for x in structs]
+        structs = self.results(problem, list(map(Named, arrays, axes)))
+        return results, [
+            x.axes.index(name) if name in x.axes else None for x in structs
+        ]
 
     def _divided(self, *arrays, problem, axes, marker):
         """What is lowered: the implementation, and how devices may divide it."""
@@ -250,17 +258,20 @@ class Operation:
         division = _sharding.explicit_division(operands)
 
         def part(*arrays):
-            return self(*arrays, problem=problem, axes=axes)
+            found = self(*arrays, problem=problem, axes=axes)
+            return self._repeated(problem, list(map(Named, arrays, axes)), found)
 
         def whole(*arrays):
-            return self._implementation(*arrays, problem=problem, axes=axes)
+            return self._whole(problem, list(map(Named, arrays, axes)))
 
         if division is not None:
             names = axes, tuple(x.axes for x in outputs)
-            return _sharding.on_each_device(division, part, *names)(*arrays)
-        if marker is not None:
-            return _sharding.partitioned(whole, part, operands, outputs)(*arrays)
-        return whole(*arrays)
+            found = _sharding.on_each_device(division, part, *names)(*arrays)
+        elif marker is not None:
+            found = _sharding.partitioned(whole, part, operands, outputs)(*arrays)
+        else:
+            found = whole(*arrays)
+        return self._firsts(problem, operands, found)
 
     def _lower(self, context, *operands, platform=None, **params):
         if platform is None:
@@ -293,32 +304,3 @@ class Operation:
             if marker is not None and division is None:
                 _partitioner.named(results, describe)
             return results
-
-
-FORWARD = Operation("flash2_forward", _forward_rule, forward_outputs, _forward_backends)
-BACKWARD = Operation(
-    "flash2_backward", _backward_rule, backward_outputs, _backward_backends
-)
-
-
-# Names for `jax.checkpoint_policies.save_only_these_names`.
-OUTPUT_NAME = "flash2_output"
-LSE_NAME = "flash2_lse"
-
-
-def to_save(o, lse) -> tuple[jax.Array, jax.Array]:
-    """The results that the backward takes, with their names for `jax.checkpoint`."""
-    return checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-
-
-def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
-    """Output (axes of query, head size that of value) and lse (rows last)."""
-    return tuple(FORWARD(*arrays, problem=problem, axes=problem.axes))
-
-
-def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
-    """Gradients of the operands that are differentiable, in order."""
-    operands = list(map(Named, arrays, problem.axes))
-    o_axes, lse_axes = (x.axes for x in forward_outputs(problem, operands))
-    axes = (*problem.axes, o_axes, lse_axes, o_axes, lse_axes)
-    return tuple(BACKWARD(*arrays, o, lse, do, dlse, problem=problem, axes=axes))

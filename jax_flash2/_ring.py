@@ -28,8 +28,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash2 import _backends, _operation, _sharding
-from jax_flash2._operation import OUTPUT_NAME, Problem, is_differentiable
+from jax_flash2 import _backends, _sharding, _vjp
+from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from jax_flash2._rows import Layout
 from pallas_kernels import passes
 from pallas_kernels.backend import Call
@@ -92,7 +92,7 @@ class _Ring:
     def result_axes(self, arrays) -> list[Axes]:
         """Of o and lse."""
         operands = list(map(Named, arrays, self.problem.axes))
-        structs = _operation.forward_outputs(self.problem, operands)
+        structs = forward_outputs(self.problem, operands)
         return [tuple(a for a in x.axes if a != _DEVICES) for x in structs]
 
     def rounds(self, arrays, rank) -> _Rounds:
@@ -188,7 +188,7 @@ def _forward(
     merge = functools.partial(_merged, ring.result_axes(arrays))
 
     def part(number, k, v):
-        return _operation.forward(*rounds.call(rounds.source(number), k, v))
+        return _vjp.forward(*rounds.call(rounds.source(number), k, v))
 
     def turn(number, carry):
         pair, state = carry
@@ -240,7 +240,7 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
         """Of dq and what goes with the queries; of keys and values, packed."""
         source = rounds.source(-1 - number)
         problem, values = rounds.call(source, k, v)
-        dq, dk, dv, *others = _operation.backward(problem, values, *results)
+        dq, dk, dv, *others = _vjp.backward(problem, values, *results)
 
         def added(x: Named, total, more):
             if _DEVICES not in x.axes:
@@ -294,9 +294,9 @@ def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
 
 def _ring_forward(ring: _Ring, arrays, rank):
     results, pair = _forward(ring, arrays, rank)
-    results = _operation.to_save(*results)
+    results = _vjp.to_save(*results)
     # Under the name of the output, with which they are saved.
-    pair = [checkpoint_name(x.value, OUTPUT_NAME) for x in pair]
+    pair = [checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair]
     return results, (arrays, rank, pair, *results)
 
 

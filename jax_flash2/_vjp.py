@@ -1,38 +1,176 @@
-"""The custom_vjp of the kernels: which results are kept between the passes."""
+"""The custom_vjp of the kernels, inside the two primitives that calls bind.
+
+`flash2` joins the two passes of FlashAttention-2: a forward kernel whose output and
+log-sum-exp are kept, and backward kernels that compute the scores again from them. It
+is the one `jax.custom_vjp` around the kernels, and what JAX needs to differentiate
+them.
+
+What a call binds is not the custom_vjp but `FORWARD`, a primitive that lowers to it.
+JAX can neither push tangents through a custom_vjp nor transpose it, and with it the
+axis that `jax.vmap` maps over comes first. A primitive has rules for all of that
+(`_operation` for `vmap`, `_derivatives` for the others). In reverse mode they keep what
+the custom_vjp keeps, and bind `BACKWARD`, which lowers to its backward half: a gradient
+runs the same kernels either way.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash2 import _backends, _derivatives, _operation, _reference, _sharding
-from jax_flash2._operation import Problem, is_differentiable
+from jax_flash2 import _backends, _reference, _sharding
+from jax_flash2._operation import (
+    Operation,
+    Problem,
+    backward_outputs,
+    forward_outputs,
+    is_differentiable,
+    of_value_alone,
+)
 from pallas_kernels.backend import Call
+from pallas_kernels.core.axes import Axes, Named, sizes
+
+
+def _serving(problem: Problem, operands) -> tuple[str, Call]:
+    """The backend of a call, with all the axes that it has by now, and the call."""
+    q, k, v, *leaves = operands[: len(problem.axes)]
+    spec = problem.spec_tree.unflatten(leaves)
+    call = Call(q, k, v, spec, problem.config, problem.precision)
+    name = _backends.again(problem.backend, call, is_named=problem.is_named)
+    return name, call
+
+
+def forward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    name, _ = _serving(problem, operands)
+    return (name,)
+
+
+def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    """That of the gradients, and another for those of the score's operands, if so."""
+    name, call = _serving(problem, operands)
+    name = _backends.of_backward(name, call, is_named=problem.is_named)
+    other = _backends.of_score_gradients(name, call)
+    return (name,) if other is None else (name, other)
+
+
+def _forward(problem: Problem, operands):
+    """Output and lse of `Named` operands."""
+    o, lse = forward_outputs(problem, operands)
+    if 0 in sizes(operands).values():
+        return [
+            jnp.zeros(o.shape, o.dtype),
+            jnp.full(lse.shape, -jnp.inf, lse.dtype),
+        ]
+    q, k, v, spec = problem.named([x.value for x in operands])
+    options = {"config": problem.config, "precision": problem.precision}
+    (backend,) = map(_backends.module, forward_backends(problem, operands))
+    return backend.forward(q, k, v, spec, (o, lse), **options)
+
+
+def _backward(problem: Problem, operands):
+    """Gradients of `Named` operands, that o, lse, do and dlse follow."""
+    outputs = backward_outputs(problem, operands)
+    if 0 in sizes(operands).values():
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+    arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
+    q, k, v, spec = problem.named([x.value for x in arrays])
+    arguments = q, k, v, spec, saved
+    options = {"config": problem.config, "precision": problem.precision}
+    backend, *other = map(_backends.module, _backward_backends(problem, operands))
+    if not other:
+        return backend.backward(*arguments, outputs, **options)
+    end = 3 + len(spec.score.operands)
+    own, of_score = (*outputs[:3], *outputs[end:]), outputs[3:end]
+    found = backend.backward(*arguments, own, **options)
+    more = other[0].score_gradients(*arguments, of_score, **options)
+    return [*found[:3], *more, *found[3:]]
+
+
+def _axes_of_backward(problem: Problem, arrays) -> tuple[Axes, ...]:
+    """Of the operands, o, lse, do and dlse."""
+    operands = list(map(Named, arrays, problem.axes))
+    o, lse = (x.axes for x in forward_outputs(problem, operands))
+    return (*problem.axes, o, lse, o, lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(problem: Problem, arrays):
-    return _operation.forward(problem, arrays)
+def flash2(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of a problem with these arrays."""
+    return tuple(_forward(problem, list(map(Named, arrays, problem.axes))))
 
 
-def _flash_forward(problem: Problem, arrays):
-    o, lse = _operation.to_save(*_operation.forward(problem, arrays))
+def _saved(problem: Problem, arrays: tuple):
+    """The forward half: its results, and what the backward takes."""
+    o, lse = flash2(problem, arrays)
     return (o, lse), (arrays, o, lse)
 
 
-def _flash_backward(problem: Problem, saved, cotangents):
+def _gradients(problem: Problem, saved, cotangents):
+    """The backward half."""
     arrays, o, lse = saved
-    gradients = iter(_operation.backward(problem, arrays, o, lse, *cotangents))
-    return (
-        tuple(
-            _sharding.divided_as(next(gradients), x) if is_differentiable(x) else None
-            for x in arrays
-        ),
-    )
+    values = (*arrays, o, lse, *cotangents)
+    operands = list(map(Named, values, _axes_of_backward(problem, arrays)))
+    found = iter(_backward(problem, operands))
+    return (tuple(next(found) if is_differentiable(x) else None for x in arrays),)
 
 
-_flash.defvjp(_flash_forward, _flash_backward)
+flash2.defvjp(_saved, _gradients)
+
+
+def _forward_rule(problem: Problem, operands):
+    if _backends.BACKENDS[problem.backend].has_tangents:
+        return _forward(problem, operands)  # JAX pushes tangents through its loops
+    return list(flash2(problem, tuple(x.value for x in operands)))
+
+
+def _unread_forward(problem: Problem, _):
+    return {1: of_value_alone(problem)}
+
+
+def _unread_backward(problem: Problem, _):
+    """dv depends neither on value, nor on o and dlse."""
+    o = len(problem.axes)
+    return {2: (2, o, o + 3)}
+
+
+FORWARD = Operation(
+    "flash2_forward",
+    _forward_rule,
+    forward_outputs,
+    forward_backends,
+    _unread_forward,
+)
+BACKWARD = Operation(
+    "flash2_backward",
+    _backward,
+    backward_outputs,
+    _backward_backends,
+    _unread_backward,
+)
+
+
+# Names for `jax.checkpoint_policies.save_only_these_names`.
+OUTPUT_NAME = "flash2_output"
+LSE_NAME = "flash2_lse"
+
+
+def to_save(o, lse) -> tuple[jax.Array, jax.Array]:
+    """The results that the backward takes, with their names for `jax.checkpoint`."""
+    return checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+
+
+def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
+    """Output (axes of query, head size that of value) and lse (rows last)."""
+    return tuple(FORWARD(*arrays, problem=problem, axes=problem.axes))
+
+
+def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
+    """Gradients of the operands that are differentiable, in order."""
+    axes = _axes_of_backward(problem, arrays)
+    return tuple(BACKWARD(*arrays, o, lse, do, dlse, problem=problem, axes=axes))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -45,14 +183,11 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     arrays = _sharding.varying_alike(arrays)
     if problem.backend == _backends.REFERENCE:
         return _reference.attend(problem, arrays)
-    if _backends.BACKENDS[problem.backend].has_tangents:
-        return _operation.forward(problem, arrays)
-    return _flash(problem, arrays)
+    return forward(problem, arrays)
 
 
 def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Output and lse (rows last) of a call on one device."""
     backend = _backends.choose(implementation, call)
     problem = Problem.of(call, backend, is_named=implementation is not None)
-    with _derivatives.named_mode(problem.backend):
-        return attend(problem, tuple(x.value for x in call.operands))
+    return attend(problem, tuple(x.value for x in call.operands))

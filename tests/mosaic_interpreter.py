@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels.mosaic_gpu as backend
-from jax_flash2 import _api, _operation
+from jax_flash2 import _api, _operation, _vjp
 from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.core.axes import Named, batch_axes
@@ -297,7 +297,7 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             operands = list(map(Named, arrays, problem.axes))
             rows = (*batch_axes(operands), "t", "n")
             structs = _operation.forward_outputs(problem, operands)
-            found = _operation._forward_rule(problem, operands)
+            found = _vjp._forward_rule(problem, operands)
             o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
             results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
             if not has_gradients:

@@ -121,7 +121,7 @@ MUTANTS = [
         ),
         (
             "results without names for remat",
-            "    results = _operation.to_save(*results)\n",
+            "    results = _vjp.to_save(*results)\n",
             "",
             f"{CALLS} -k no_ring_again",
         ),

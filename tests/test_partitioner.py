@@ -25,7 +25,9 @@ def operands(heads=4, kv_heads=2, spec=P("data", None, "model")):
     """Batch over two devices, heads over the others if there are four."""
     model = 2 if DEVICES >= 4 else 1
     devices = np.array(jax.devices()[: 2 * model]).reshape(2, model)
-    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.sharding.Mesh(
+        devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
     keys = jax.random.split(jax.random.key(0), 3)
     return [
         jax.device_put(jax.random.normal(k, (2, 24, n, 8)), NamedSharding(mesh, spec))
@@ -143,7 +145,9 @@ def test_programs_need_not_be_compiled_in_order(cache):
 
     def lowered():
         jax.clear_caches()
-        return jax.jit(lambda *x: with_gradients(implementation="xla")(*x)).lower(*arrays)
+        return jax.jit(lambda *x: with_gradients(implementation="xla")(*x)).lower(
+            *arrays
+        )
 
     first, last, other = lowered(), lowered(), lowered()
     assert first.as_text() == last.as_text()
