@@ -120,9 +120,9 @@ def attention(
       value: [*B, S, K, Hv], or [S, Hv], in the dtype of query.
       bias: added to the scaled products. It has any float dtype and broadcasts to
         [*B, N, T, S] ([T, S] for a single head). -inf masks a pair: the query does not
-        attend to the key, whatever the rest of its score. With a soft cap, so does
-        every bias of at most -max(8192, 16 * logits_soft_cap), as -1e9 or the lowest
-        number of a dtype: the cap would raise it to -logits_soft_cap. Differentiable:
+        attend to the key, whatever the rest of its score. With a soft cap, so does a
+        bias of at most -2**24 (as -1e9) or of the lowest number of its dtype, of which
+        the cap would make the score -logits_soft_cap. Differentiable:
         the kernels sum its gradient, which takes as much memory as the bias (times the
         size of each axis that `jax.vmap` maps). Use `mask`, not large negative numbers,
         to mask pairs: gradients of a row lose accuracy if all its scores are below
