@@ -190,7 +190,9 @@ def _any_mask(rng, case: Case) -> dict:
 def _any_bias(rng, case: Case) -> dict:
     shape = case.broadcast([a for a in "bnts" if rng.random() < 0.6])
     shape = shape[rng.integers(0, len(shape)) :]
-    return {"bias": np.float32(rng.standard_normal(shape))}
+    bias = np.float32(rng.standard_normal(shape))
+    masks = rng.random(shape) < rng.choice([0.0, 0.2])
+    return {"bias": np.where(masks, np.float32(-np.inf), bias)}
 
 
 def _any_offset(rng, case: Case) -> dict:
