@@ -262,16 +262,16 @@ def reading(given: dict[str, Any]) -> list[str]:
     ]
     if shape.s < key_heads:
         lines.append(
-            "note: there are fewer rows than heads, and axes are [*B, rows, heads, head "
-            "size]"
+            "note: there are fewer rows than heads, and axes are [*B, rows, heads, "
+            "head size]"
         )
     offset = given["query_offset"]
     at_start = isinstance(offset, int | np.integer) and offset == 0
     aligned = given["is_causal"] and at_start and given["context"] is None
     if aligned and shape.t < shape.s:
         lines.append(
-            f"note: with is_causal and query_offset=0 no query attends to keys {shape.t} "
-            f"to {shape.s - 1}: pass query_offset if these queries are the last ones"
+            "note: with is_causal and query_offset=0 no query attends to keys "
+            f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are the last ones"
         )
     return lines
 
