@@ -271,7 +271,8 @@ def reading(given: dict[str, Any]) -> list[str]:
     if aligned and shape.t < shape.s:
         lines.append(
             "note: with is_causal and query_offset=0 no query attends to keys "
-            f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are the last ones"
+            f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are the "
+            "last ones"
         )
     return lines
 
