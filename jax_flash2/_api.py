@@ -71,6 +71,17 @@ def attention(
     return_residual: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 @_options.names_unknown_keywords
@@ -379,8 +390,9 @@ def explain(*arguments: Any, **keywords: Any) -> str:
 
     Returns:
       A text with a line for the decision, a line for each kernel whose work is divided
-      beyond blocks, heads and batch entries, and a line for each implementation. If the
-      named implementation does not support the call, the first line says why.
+      beyond blocks, heads and batch entries, a line for each implementation, and how
+      the axes were read, with notes on what is legal but seldom meant. If the named
+      implementation does not support the call, the first line says why.
 
     Raises:
       TypeError, ValueError: if an argument is wrong, as `attention`.
@@ -415,4 +427,4 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         return _context.attend(call, implementation, context)
 
     jax.eval_shape(check, structs)
-    return texts[0]
+    return "\n".join([*texts[:1], *(f"  {line}" for line in _arguments.reading(given))])

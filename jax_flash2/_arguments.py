@@ -7,6 +7,7 @@ raised before anything else happens. (Arguments that are no arrays: `_options`.)
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,41 @@ class Shape:
         shape, axes = (self.batch, self.batch_axes) if x.shape else ((), ())
         x = self._integers("query_offset", x, shape)
         return Named(clipped(x, -FAR, FAR), axes)
+
+
+def reading(given: dict[str, Any]) -> list[str]:
+    """How the axes of a call were read, with notes on what may not be meant.
+
+    Args:
+      given: the arguments of `attention`, checked.
+    """
+    key = given["key"]
+    shape = Shape(given["query"], key, given["value"])
+    key_heads = key.shape[-2] if shape.heads else 0
+    heads, of_keys = (
+        (f" of {n} heads" for n in (*shape.heads, key_heads))
+        if shape.heads
+        else ("", "")
+    )
+    lines = [
+        f"read as: batch {shape.batch}, {shape.t} query rows{heads}, {shape.s} key "
+        f"rows{of_keys}, head size {shape.head_size}"
+    ]
+    if shape.s < key_heads:
+        lines.append(
+            "note: there are fewer rows than heads, and axes are [*B, rows, heads, "
+            "head size]"
+        )
+    offset = given["query_offset"]
+    at_start = isinstance(offset, int | np.integer) and offset == 0
+    aligned = given["is_causal"] and at_start and given["context"] is None
+    if aligned and shape.t < shape.s:
+        lines.append(
+            "note: with is_causal and query_offset=0 no query attends to keys "
+            f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are the "
+            "last ones"
+        )
+    return lines
 
 
 def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:

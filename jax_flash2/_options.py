@@ -57,6 +57,8 @@ def check_implementation(implementation) -> None:
     hint = ""
     if implementation == "cudnn":
         hint = " (jax_flash2.nn.dot_product_attention takes the names of jax.nn's)"
+    elif isinstance(implementation, tuple | list):
+        hint = ": one name, or None for the first that serves"
     elif isinstance(implementation, str):
         near = difflib.get_close_matches(implementation.lower(), names, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""

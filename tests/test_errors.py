@@ -210,6 +210,28 @@ def test_explain_names_every_implementation():
     assert asked.startswith("error: implementation='triton'")
 
 
+def test_explain_says_how_it_read_the_axes():
+    """And notes what is legal, but seldom meant."""
+
+    def lines(q, k, **more):
+        q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q, k))
+        text = explain(q, k, k, **more)
+        return [x.strip() for x in text.splitlines() if "read as" in x or "note:" in x]
+
+    words = "read as: batch (2,), 1 query rows of 4 heads, 40 key rows of 2 heads"
+    decoding = ((2, 1, 4, 16), (2, 40, 2, 16))
+    assert lines(*decoding) == [f"{words}, head size 16"]
+    (_, note) = lines(*decoding, is_causal=True)
+    assert "no query attends to keys 1 to 39" in note
+    for offset in (39, np.int32([39, 20])):
+        assert len(lines(*decoding, is_causal=True, query_offset=offset)) == 1
+    (_, note) = lines(*[(2, 4, 40, 16)] * 2)
+    assert "fewer rows than heads" in note
+    assert lines((40, 16), (30, 16)) == [
+        "read as: batch (), 40 query rows, 30 key rows, head size 16"
+    ]
+
+
 def test_arrays_that_kernels_cannot_address():
     """More elements than an int32 counts: said, mapped or not, and never wrong."""
     call = functools.partial(attention, implementation="triton")

@@ -237,6 +237,7 @@ def test_what_flax_users_pass_by_mistake():
         layer(q[..., 0, :])
 
 
+@functools.cache
 def recipe() -> dict:
     """The names that the page's section on Flax defines."""
     names = {"__name__": "recipe"}

@@ -298,7 +298,7 @@ WRONG = {
     "implementation_list": (
         {"implementation": ["xla"]},
         VALUE,
-        ["implementation", "None or one of", "['xla']"],
+        ["implementation", "None or one of", "['xla']", "one name"],
     ),
     "config": ({"config": {"block_q": 64}}, TYPE, ["config", "Config", "block_q"]),
     "config_class": ({"config": Config}, TYPE, ["config", "Config", "class"]),
