@@ -56,20 +56,33 @@ _SMALLER = {
 # Instead of the H200's table on GPUs with tensor memory that have none of their own,
 # where its blocks spill registers or ask for more than there is (compiled for a B200,
 # not timed: benchmarks/lab/090-shared-memory-on-blackwell.md).
-_ON_BLACKWELL = {
+_MOST_CALLS = ("plain", "few", "short", "heavy", "dropout", "bias")
+_ON_BLACKWELL: dict[tuple[str, int], dict[str, tuple]] = {
     ("forward", 64): {"long": (128, 128, 8, 3), "float32": (64, 64, 4, 2)},
-    ("dkv", 64): {"float32": (64, 64, 4, 2)},
-    ("dq", 64): {"float32": (64, 64, 4, 2)},
-    ("forward", 128): {"float32": (32, 32, 4, 1)},
-    ("dkv", 128): {"float32": (32, 32, 4, 1)},
-    ("dq", 128): {"float32": (32, 32, 4, 1)},
+    ("forward", 80): {"float32": (64, 64, 4, 2)},
+    ("forward", 96): {"float32": (64, 64, 4, 2)},
+    ("forward", 128): {
+        **dict.fromkeys(("few", "long", "dropout"), (128, 64, 8, 3)),
+        **dict.fromkeys(("float32", "float32 highest"), (32, 32, 4, 1)),
+    },
     ("forward", 256): {
-        **dict.fromkeys(
-            ("plain", "single", "few", "short", "heavy", "dropout", "bias"),
-            (64, 64, 8, 2),
-        ),
+        **dict.fromkeys((*_MOST_CALLS, "single"), (64, 64, 8, 2)),
         "decode": (128, 32, 8, 3),
     },
+    ("forward", 512): {"float32": (32, 32, 8, 1)},
+    ("dkv", 64): {"float32": (64, 64, 4, 2), "float32 highest": (32, 32, 4, 1)},
+    ("dkv", 128): {
+        **dict.fromkeys(_MOST_CALLS, (64, 128, 8, 2)),
+        "float32": (32, 32, 4, 1),
+        "float32 highest": (32, 32, 8, 1),
+    },
+    ("dk", 256): {"heavy": (32, 64, 8, 2)},
+    ("dv", 256): {"heavy": (64, 64, 8, 2)},
+    ("dq", 64): {"float32": (64, 64, 4, 2)},
+    ("dq", 128): {"float32": (32, 32, 4, 1), "float32 highest": (32, 32, 8, 1)},
+    ("dq", 256): {"float32": (32, 32, 8, 1)},
+    ("dq", 512): {"plain": (32, 32, 8, 2)},
+    ("dbias", 64): {"bias": (64, 128, 8, 2)},
 }
 
 
@@ -133,10 +146,10 @@ def _rows(kernel: str, blocks: Blocks) -> tuple[int, int]:
 def uses_tensor_memory(kernel: str, blocks: Blocks) -> bool:
     """Whether a kernel's products run there, on a GPU that has it.
 
-    Blackwell's `tcgen05.mma` takes 64 or 128 rows from a group of 4 warps. Others run
-    as on GPUs without tensor memory.
+    Blackwell's `tcgen05.mma` takes 64 or 128 rows, and Triton uses it with one or two
+    groups of 4 warps. Other kernels run as on GPUs without tensor memory.
     """
-    return _rows(kernel, blocks)[0] >= 64 and blocks.num_warps >= 4
+    return _rows(kernel, blocks)[0] >= 64 and blocks.num_warps in (4, 8)
 
 
 def shared_memory(
@@ -181,7 +194,8 @@ def shared_memory(
         # Products run beside the loop: the second reader of a block holds it for one
         # round more. What is made of pairs in other layouts passes through it, too.
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
-        tiles += dropout * pairs * (1 if kernel in ("forward", "dq") else 2)
+        bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+        tiles += dropout * bits * (1 if kernel in ("forward", "dq") else 2)
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     return int(need) + tiles
 
