@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import tune
 from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import device, tables
 from pallas_kernels.triton import tuning
@@ -31,11 +32,16 @@ def _itemsize(regime: str) -> float:
 def test_what_is_chosen_fits_every_class(name, regime):
     limit, columns, keeps_left = CLASSES[name]
     size = _itemsize(regime)
-    for head in (16, 64, 80, 96, 128, 160, 192, 256, 320, 512):
-        heads = (sum(tables.pieces(head)),) * 2
+    sizes = [(head, head) for head in (16, 64, 80, 96, 128, 160, 192, 256, 320, 512)]
+    for head in (*sizes, (192, 128), (64, 256)):
+        heads = sum(tables.pieces(head[0])), sum(tables.pieces(head[1]))
         for kernel in tuning.kernels(heads):
             if tuning.smallest(kernel, heads, size, columns) > limit:
-                assert (limit, head > 256, size >= 4) == (99 * KIB, True, True) or (
+                assert (limit, max(head) > 256, size >= 4) == (
+                    99 * KIB,
+                    True,
+                    True,
+                ) or (
                     size == tuning.SPLIT_ITEMSIZE  # multiplied as float32 then
                 )
                 continue
@@ -219,6 +225,20 @@ def test_a_gpu_with_a_table_has_its_own_blocks(monkeypatch):
     assert blocks != Blocks(*tuned[:4])
     monkeypatch.setattr(tables, "is_tuned", lambda backend, gpu: True)
     assert tuning.choose("forward", None, **options) == Blocks(*tuned[:4])
+
+
+@pytest.mark.parametrize("regime", ["plain", "dropout", "decode", "float32"])
+def test_the_tuner_measures_nothing_that_does_not_fit(monkeypatch, regime):
+    monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA B200")
+    monkeypatch.setattr(device, "_here", lambda: None)
+    size = _itemsize(regime)
+    room = {"limit": 227 * KIB, "columns": 512, "dropout": regime == "dropout"}
+    for head in (64, 128, 256):
+        for kernel in tune.kernels(regime, head):
+            found = tune.candidates(kernel, head, regime)
+            assert len(found) > 3
+            for blocks in found:
+                assert tuning.fits(kernel, blocks, (head, head), size, **room)
 
 
 def test_no_blocks_that_do_not_fit():
