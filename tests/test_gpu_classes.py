@@ -236,7 +236,7 @@ def test_the_tuner_measures_nothing_that_does_not_fit(monkeypatch, regime):
     for head in (64, 128, 256):
         for kernel in tune.kernels(regime, head):
             found = tune.candidates(kernel, head, regime)
-            assert len(found) > 3
+            assert found
             for blocks in found:
                 assert tuning.fits(kernel, blocks, (head, head), size, **room)
 
