@@ -44,7 +44,7 @@ MUTANTS = [
         ),
         (
             "barriers without room",
-            "_BESIDE = (1 << 10) + 128",
+            "_BESIDE = (1 << 10) + 512",
             "_BESIDE = 0",
             f"{CLASSES} -k estimates",
         ),

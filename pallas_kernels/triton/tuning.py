@@ -132,8 +132,8 @@ _PRODUCTS = {
     "dbias": (0, (), 2, 0),
 }
 # There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
-_BESIDE = (1 << 10) + 128
-_BESIDE_8_WARPS = (4 << 10) + 128
+_BESIDE = (1 << 10) + 512
+_BESIDE_8_WARPS = (4 << 10) + 512
 
 
 def _rows(kernel: str, blocks: Blocks) -> tuple[int, int]:
