@@ -172,17 +172,21 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     limit = device.shared_memory_limit()
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
-    options |= {"limit": limit, "pair_bytes": pair_bytes, "gpu": device.device_kind()}
+    options |= {"pair_bytes": pair_bytes, "gpu": device.device_kind()}
+    room = {"limit": limit, "columns": device.tensor_memory_columns()}
+    room |= {"dropout": regime == "dropout"}
+    options |= room
     keeps_left = support.reads_left_from_shared_memory()
     options |= {"keeps_left": keeps_left}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
     if regime == "decode":  # its block of queries holds them all
         shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
         found += itertools.starmap(Blocks, shapes)
-        fits = functools.partial(
-            tuning.shared_memory, kernel, heads=heads, itemsize=size
-        )
-        return [b for b in dict.fromkeys(found) if fits(b) <= limit]
+        return [
+            blocks
+            for blocks in dict.fromkeys(found)
+            if tuning.fits(kernel, blocks, heads, size, **room)
+        ]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
     left = tuning.LEFT[kernel] if half and keeps_left else 0
@@ -203,7 +207,9 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
             continue
         if head_size <= 128 and half and blocks.num_stages == 1:
             continue
-        if need <= limit and 64 <= each <= 208 and large <= own * other <= 2**14:
+        if not tuning.fits(kernel, blocks, heads, size, pair_bytes, **room):
+            continue
+        if 64 <= each <= 208 and large <= own * other <= 2**14:
             found.append(blocks)
             # Registers for as many programs as shared memory has room for: it is 1 KiB
             # larger than a program may use, and each takes 1 KiB more than it uses.

@@ -8,15 +8,26 @@ import re
 
 import jax
 
-_CAPABILITY = {  # of devices known by name only, when lowering without a GPU
-    "A100": 80,
-    "A10": 86,
-    "L4": 89,
-    "H100": 90,
-    "H200": 90,
-    "GH200": 90,
-    "B200": 100,
-}
+# GPUs known by name only, where programs are lowered for them elsewhere: a pattern of
+# names (the first that matches is meant), compute capability times ten, and how many
+# multiprocessors the largest of them has.
+_NAMED = (
+    (r"T4|Quadro RTX \d+|TITAN RTX|RTX 20\d\d|GTX 16\d\d", 75, 72),
+    (r"L2|L4|L20|L40S?|RTX 40\d\d|Ada", 89, 142),
+    (r"RTX PRO \d+|RTX 50\d\d", 120, 188),
+    (r"A2|A10G?|A16|A40|RTX A\d+|RTX 30\d\d", 86, 84),
+    (r"A100|A800", 80, 108),
+    (r"A30", 80, 56),
+    (r"G?H[12]00|H800|H20", 90, 132),
+    (r"G?B[12]00", 100, 148),
+    (r"G?B300", 103, 148),
+    (r"GB10", 121, 48),
+    (r"Orin", 87, 16),
+    (r"Thor", 110, 20),
+    (r"V100|TITAN V", 70, 80),
+    (r"P100", 60, 56),
+)
+_UNKNOWN = 86, 84  # no GPU that runs the kernels has less shared memory
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++
 # Programming Guide, technical specifications per compute capability).
@@ -33,6 +44,9 @@ _SHARED_MEMORY = {
     121: 99 << 10,
 }
 _SMALLEST_SHARED_MEMORY = 99 << 10
+# Columns of tensor memory, of 128 lanes of 32 bits (PTX ISA, tensor memory). GPUs of
+# capability 12, also called Blackwell, have none.
+_TENSOR_MEMORY = 512
 
 
 def abstract_device():
@@ -109,13 +123,25 @@ def _here():
     return here if here.device_kind == device_kind() else None
 
 
+def _named() -> tuple[int, int]:
+    """Capability times ten and multiprocessors of a GPU that is not here."""
+    kind = device_kind()
+    if kind is None:
+        return 90, 132
+    found = (x for name, *x in _NAMED if re.search(rf"\b(?:{name})\b", kind))
+    capability, multiprocessors = next(found, _UNKNOWN)
+    return capability, multiprocessors
+
+
 def capability() -> int:
-    """Compute capability of the GPU, times ten; 90 where there is none to ask."""
+    """Compute capability of the GPU, times ten.
+
+    By its name where it is not here; 90 where there is no name either.
+    """
     here = _here()
     if here is not None:
         return round(float(here.compute_capability) * 10)
-    words = (device_kind() or "").replace("-", " ").split()
-    return next((_CAPABILITY[w] for w in words if w in _CAPABILITY), 90)
+    return _named()[0]
 
 
 def are_linked() -> bool:
@@ -131,9 +157,16 @@ def are_linked() -> bool:
 
 def multiprocessors() -> int:
     """Of the GPU; those of an H200 where there is none to ask."""
-    return getattr(_here(), "core_count", 132)
+    here = _here() or abstract_device()
+    count = getattr(here, "core_count", None) or getattr(here, "num_cores", None)
+    return count or _named()[1]
 
 
 def shared_memory_limit() -> int:
     """Shared memory in bytes that a block may use on the GPU."""
     return _SHARED_MEMORY.get(capability(), _SMALLEST_SHARED_MEMORY)
+
+
+def tensor_memory_columns() -> int:
+    """Columns of tensor memory that a block may use on the GPU; 0 if it has none."""
+    return _TENSOR_MEMORY if 100 <= capability() < 120 else 0

@@ -50,6 +50,11 @@ def table_path(backend: str, gpu: str) -> Path:
     return TUNING / f"{backend}_{gpu.lower().replace(' ', '_')}.json"
 
 
+def is_tuned(backend: str, gpu: str | None) -> bool:
+    """Whether a GPU has a table of its own."""
+    return gpu is not None and table_path(backend, gpu).exists()
+
+
 @functools.cache
 def table(backend: str, gpu: str | None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests import mutant_context, mutant_flash2, mutant_kernels, mutant_mosaic
+from tests import (
+    mutant_context,
+    mutant_flash2,
+    mutant_gpus,
+    mutant_kernels,
+    mutant_mosaic,
+)
 from tests.mutant_kernels import COUNTS, REGIME, of, rule
 
 LITERAL = "tests/test_mask.py -k literal"
@@ -431,4 +437,5 @@ MUTANTS = [
     *mutant_kernels.MUTANTS,
     *mutant_mosaic.MUTANTS,
     *mutant_context.MUTANTS,
+    *mutant_gpus.MUTANTS,
 ]

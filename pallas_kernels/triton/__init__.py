@@ -45,12 +45,19 @@ def unsupported(call: Call, /) -> str | None:
         odd = tuning.no_power_of_two(blocks) if blocks else None
         if odd is not None:
             return f"{odd} of Config.{kernel} is no power of two"
-        need = tuning.smallest(kernel, heads, jnp.dtype(call.dtype).itemsize)
-        limit = device.shared_memory_limit()
-        if not call.interpret and need > limit:
+        if call.interpret:
+            continue
+        limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
+        itemsize = jnp.dtype(call.dtype).itemsize
+        least = tuning.smallest(kernel, heads, itemsize, columns)
+        needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
+        if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
+            least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
+            needs = f"Config.{kernel} needs at least"
+        if least > limit:
             return (
-                f"head size {largest} in {jnp.dtype(call.dtype).name} needs "
-                f"{need >> 10} KiB of shared memory and this GPU has {limit >> 10}"
+                f"{needs} {least >> 10} KiB of shared memory and this GPU has "
+                f"{limit >> 10}"
             )
     return None
 
@@ -76,9 +83,9 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _head_blocks(operands)
-    limit = device.shared_memory_limit()
+    limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
     itemsize, product = support.product_precision(dtype, precision, interpret)
-    if tuning.smallest(kernel, heads, itemsize) > limit:  # float32 as it is
+    if tuning.smallest(kernel, heads, itemsize, columns) > limit:  # float32 as it is
         itemsize, product = jnp.dtype(dtype).itemsize, precision
     blocks = tuning.choose(
         kernel,
@@ -87,6 +94,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         heads=heads,
         itemsize=itemsize,
         limit=limit,
+        columns=columns,
+        dropout=spec.dropout is not None,
         regime=tables.regime(operands, spec),
         pair_bytes=tables.pair_bytes(spec),
         gpu=device.device_kind(),
