@@ -290,7 +290,7 @@ class _Plan:
         order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
         count = jnp.sum(visited, dtype=jnp.int32)
 
-        # The blocks' numbers are carried: XLA would look them up wherever they are used.
+        # Numbers of blocks are carried: XLA would look them up at each use.
         def body(carry):
             number, i, j, state = carry
             is_last = j + 1 >= of(end, i)

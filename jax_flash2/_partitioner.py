@@ -89,7 +89,11 @@ def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, name: b
 
 
 def _of_name(function: Callable) -> Callable:
-    return lambda *arguments: function(*arguments[:-1], _address(_object(arguments[-1])))
+    def call(*arguments):
+        *others, name = arguments
+        return function(*others, _address(_object(name)))
+
+    return call
 
 
 @functools.cache
