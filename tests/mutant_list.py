@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests import mutant_context, mutant_flash2, mutant_kernels, mutant_mosaic
+from tests import (
+    mutant_context,
+    mutant_flash2,
+    mutant_kernels,
+    mutant_lowering,
+    mutant_mosaic,
+)
 from tests.mutant_kernels import COUNTS, REGIME, of, rule
 
 LITERAL = "tests/test_mask.py -k literal"
@@ -332,12 +338,6 @@ MUTANTS = [
             "tests/test_sharding.py -k 'automatic and stay and 8-1 and xla'",
         ),
         (
-            "mesh axes in reverse",
-            "key=lambda j: -steps[j]",
-            "key=lambda j: steps[j]",
-            "tests/test_sharding.py -k 'automatic and stay and 8-4 and xla'",
-        ),
-        (
             "rows proposed to be divided among devices",
             "need_replication_factors=whole",
             "need_replication_factors=()",
@@ -394,4 +394,5 @@ MUTANTS = [
     *mutant_kernels.MUTANTS,
     *mutant_mosaic.MUTANTS,
     *mutant_context.MUTANTS,
+    *mutant_lowering.MUTANTS,
 ]
