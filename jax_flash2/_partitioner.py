@@ -17,18 +17,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters.mlir import ir
+from jax.sharding import Mesh
+
+from pallas_kernels.core.axes import NOT_BATCH, Named
 
 try:
     from jax._src import custom_partitioning as stock
     from jax._src import xla_bridge
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     _OBJECTS = stock._sharding_callbacks
     _PARTITION = stock._custom_partitioning_partition
@@ -89,9 +95,11 @@ def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, name: b
 
 
 def _of_name(function: Callable) -> Callable:
-    return lambda *arguments: function(
-        *arguments[:-1], _address(_object(arguments[-1]))
-    )
+    def call(*arguments):
+        *others, name = arguments
+        return function(*others, _address(_object(name)))
+
+    return call
 
 
 @functools.cache
@@ -120,8 +128,7 @@ def named(results: Sequence[ir.Value], describe: Callable[[], str]) -> None:
       describe: says all that decides what is computed, but shapes and the code of this
         library.
     """
-    call = results[0].owner
-    attributes = getattr(call, "attributes", ())
+    attributes: Any = getattr(results[0].owner, "attributes", {})
     target = "call_target_name"
     if target not in attributes or attributes[target] != ir.StringAttr.get(_JAX_TARGET):
         return
@@ -155,3 +162,53 @@ def _code() -> str:
     for path in files:
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+# How it divides an array.
+
+
+def divisible_shape(array: Named, sharding) -> tuple[int, ...]:
+    """A shape that the sharding divides evenly, as it may not divide the array's.
+
+    The partitioner pads 127 rows on 8 devices; JAX's description of them would raise.
+    """
+    return (sharding.num_devices,) * len(array.axes)
+
+
+def mesh_axes(mesh: Mesh, array: Named, sharding):
+    """A mesh of the same devices in the same order, and its axes for each name.
+
+    Every axis of the mesh is split into its prime factors, for the partitioner may
+    divide an array along a part of a mesh axis.
+    """
+    index_of_device = sharding.devices_indices_map(divisible_shape(array, sharding))
+    devices = np.array(list(index_of_device))
+    shape = mesh.devices.shape if not mesh.empty else devices.shape
+    shape = tuple(p for n in shape for p in _prime_factors(n))
+    names = tuple(f"axis{i}" for i in range(len(shape)))
+    along = {}
+    for i, name in enumerate(array.axes):
+        if name is None or (name in NOT_BATCH and name != "n"):
+            continue
+        starts = [index[i].start or 0 for index in index_of_device.values()]
+        steps = _steps(np.reshape(starts, shape))
+        if array.shape[i] % math.prod(shape[j] for j in steps) == 0:
+            along[name] = tuple(names[j] for j in steps)
+    return Mesh(devices.reshape(shape), names), along
+
+
+def _steps(starts: np.ndarray) -> list[int]:
+    """The axes along which numbers rise, steepest first; none if along others too."""
+    units = np.eye(starts.ndim, dtype=int)
+    steps = [int(starts[tuple(unit)]) for unit in units]
+    if not np.array_equal(starts, np.tensordot(steps, np.indices(starts.shape), 1)):
+        return []
+    return sorted((j for j, step in enumerate(steps) if step), key=lambda j: -steps[j])
+
+
+@functools.lru_cache
+def _prime_factors(n: int) -> tuple[int, ...]:
+    for p in range(2, n + 1):
+        if n % p == 0:
+            return (p, *_prime_factors(n // p))
+    return ()

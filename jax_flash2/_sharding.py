@@ -27,6 +27,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_flash2 import _partitioner
 from pallas_kernels.core.axes import NOT_BATCH, Axes, Named, sizes
 
 _SCALAR = [Named(np.zeros(()), ())]
@@ -341,7 +342,7 @@ def partitioned(
 
     def partition(mesh, arguments, results):
         _say_what_is_gathered(query, arguments[0].sharding)
-        mesh, along = _automatic_mesh_axes(mesh, outputs[0], results[0].sharding)
+        mesh, along = _partitioner.mesh_axes(mesh, outputs[0], results[0].sharding)
         division = Division(mesh, along, size)
 
         on_one = division.on_one(part, operand_axes, output_axes)
@@ -355,7 +356,7 @@ def partitioned(
         for x, argument in zip(operands, arguments, strict=True):
             if argument.sharding is None:  # not known yet
                 continue
-            mesh, found = _automatic_mesh_axes(mesh, x, argument.sharding)
+            mesh, found = _partitioner.mesh_axes(mesh, x, argument.sharding)
             taken = {a for axes in along.values() for a in axes}
             along |= {
                 name: axes
@@ -382,7 +383,7 @@ def _struct(x: Named) -> jax.ShapeDtypeStruct:
 
 def _say_what_is_gathered(query: Named, sharding) -> None:
     """Warns if rows are divided: the partitioner cannot know how they are laid out."""
-    shape = _divisible_shape(query, sharding)
+    shape = _partitioner.divisible_shape(query, sharding)
     part = sharding.shard_shape(shape)
     if any(a == "t" and part[i] < shape[i] for i, a in enumerate(query.axes)):
         warnings.warn(
@@ -411,50 +412,3 @@ def _sharding_rule(operands, outputs, size) -> SdyShardingRule:
     return SdyShardingRule(
         mappings(operands), mappings(outputs), need_replication_factors=whole
     )
-
-
-def _divisible_shape(array: Named, sharding) -> tuple[int, ...]:
-    """A shape that the sharding divides evenly, as it may not divide the array's.
-
-    The partitioner pads 127 rows on 8 devices; JAX's description of them would raise.
-    """
-    return (sharding.num_devices,) * len(array.axes)
-
-
-def _automatic_mesh_axes(mesh: Mesh, array: Named, sharding):
-    """A mesh of the same devices in the same order, and its axes for each name.
-
-    Every axis of the mesh is split into its prime factors, for the partitioner may
-    divide an array along a part of a mesh axis.
-    """
-    index_of_device = sharding.devices_indices_map(_divisible_shape(array, sharding))
-    devices = np.array(list(index_of_device))
-    shape = mesh.devices.shape if not mesh.empty else devices.shape
-    shape = tuple(p for n in shape for p in _prime_factors(n))
-    names = tuple(f"axis{i}" for i in range(len(shape)))
-    along = {}
-    for i, name in enumerate(array.axes):
-        if name is None or (name in NOT_BATCH and name != "n"):
-            continue
-        starts = [index[i].start or 0 for index in index_of_device.values()]
-        steps = _steps(np.reshape(starts, shape))
-        if array.shape[i] % math.prod(shape[j] for j in steps) == 0:
-            along[name] = tuple(names[j] for j in steps)
-    return Mesh(devices.reshape(shape), names), along
-
-
-def _steps(starts: np.ndarray) -> list[int]:
-    """The axes along which numbers rise, steepest first; none if along others too."""
-    units = np.eye(starts.ndim, dtype=int)
-    steps = [int(starts[tuple(unit)]) for unit in units]
-    if not np.array_equal(starts, np.tensordot(steps, np.indices(starts.shape), 1)):
-        return []
-    return sorted((j for j, step in enumerate(steps) if step), key=lambda j: -steps[j])
-
-
-@functools.lru_cache
-def _prime_factors(n: int) -> tuple[int, ...]:
-    for p in range(2, n + 1):
-        if n % p == 0:
-            return (p, *_prime_factors(n // p))
-    return ()

@@ -55,7 +55,9 @@ def abstract_device():
     return getattr(mesh, "abstract_device", None)
 
 
-_lowered_for = contextvars.ContextVar("_lowered_for", default=None)
+_lowered_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "_lowered_for", default=None
+)
 
 
 @contextlib.contextmanager

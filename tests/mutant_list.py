@@ -7,6 +7,7 @@ from tests import (
     mutant_flash2,
     mutant_gpus,
     mutant_kernels,
+    mutant_lowering,
     mutant_mosaic,
 )
 from tests.mutant_kernels import COUNTS, REGIME, of, rule
@@ -357,12 +358,6 @@ MUTANTS = [
             "tests/test_sharding.py -k 'automatic and stay and 8-1 and xla'",
         ),
         (
-            "mesh axes in reverse",
-            "key=lambda j: -steps[j]",
-            "key=lambda j: steps[j]",
-            "tests/test_sharding.py -k 'automatic and stay and 8-4 and xla'",
-        ),
-        (
             "rows proposed to be divided among devices",
             "need_replication_factors=whole",
             "need_replication_factors=()",
@@ -438,4 +433,5 @@ MUTANTS = [
     *mutant_mosaic.MUTANTS,
     *mutant_context.MUTANTS,
     *mutant_gpus.MUTANTS,
+    *mutant_lowering.MUTANTS,
 ]

@@ -21,13 +21,15 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 DEVICES = 2 * (jax.device_count() // 2)
 
 
-def operands(heads=4, kv_heads=2, spec=P("data", None, "model")):
+BY_HEADS = P("data", None, "model")
+
+
+def operands(heads=4, kv_heads=2, spec=BY_HEADS):
     """Batch over two devices, heads over the others if there are four."""
     model = 2 if DEVICES >= 4 else 1
     devices = np.array(jax.devices()[: 2 * model]).reshape(2, model)
-    mesh = jax.sharding.Mesh(
-        devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2
-    )
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=kinds)
     keys = jax.random.split(jax.random.key(0), 3)
     return [
         jax.device_put(jax.random.normal(k, (2, 24, n, 8)), NamedSharding(mesh, spec))
@@ -145,9 +147,8 @@ def test_programs_need_not_be_compiled_in_order(cache):
 
     def lowered():
         jax.clear_caches()
-        return jax.jit(lambda *x: with_gradients(implementation="xla")(*x)).lower(
-            *arrays
-        )
+        run = with_gradients(implementation="xla")
+        return jax.jit(lambda *x: run(*x)).lower(*arrays)
 
     first, last, other = lowered(), lowered(), lowered()
     assert first.as_text() == last.as_text()
@@ -186,7 +187,7 @@ def gspmd():
 def test_gspmd(gspmd, backend, heads):
     """Divided as the operands are, where Shardy is turned off."""
     by_heads = heads[0] % 2 == heads[1] % 2 == 0
-    spec = P("data", None, "model") if by_heads else P("data")
+    spec = BY_HEADS if by_heads else P("data")
     arrays = operands(*heads, spec)
     run = with_gradients(is_causal=True, **BACKENDS[backend])
     compiled = jax.jit(run).lower(*arrays).compile()

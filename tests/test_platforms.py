@@ -83,7 +83,7 @@ def test_a_named_backend_is_refused_in_our_words(said_to_be_a_gpu, name, jit):
 
 @needs_cpu
 def test_no_word_of_slowness_where_no_kernel_could_run():
-    """The platform by default is the user's: there nothing is slower than it need be."""
+    """A platform by default is the user's: nothing is slower there than it need be."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with jax.default_device("cpu"):

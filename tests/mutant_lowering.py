@@ -1,0 +1,83 @@
+"""Faults of `tests.mutants`: where and how programs are lowered."""
+
+from __future__ import annotations
+
+from tests.mutant_kernels import of
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/axes.py",
+        (
+            "products by a function that tools replace",
+            "return dot_general_p.bind(",
+            "return jax.lax.dot_general(",
+            "tests/test_interception.py -k 'patches_reach_no_product and xla'",
+        ),
+    ),
+    *of(
+        "jax_flash2/_operation.py",
+        (
+            "lowered for where arrays lie by default",
+            "with device.lowering_for(platform):",
+            "with device.lowering_for(device.platform()):",
+            "tests/test_platforms.py -k arrays_of_a_cpu",
+        ),
+        (
+            "run where arrays lie by default",
+            "with device.lowering_for(device.platform_of(arrays)):",
+            "with device.lowering_for(device.platform()):",
+            "tests/test_platforms.py -k without_jit",
+        ),
+    ),
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "a named backend lowered for any platform",
+            "if why_not_here is not None and is_named:",
+            "if False:",
+            "tests/test_platforms.py -k refused",
+        ),
+    ),
+    *of(
+        "jax_flash2/_sharding.py",
+        (
+            "constants of the whole in the partitioner's call",
+            "custom_partitioning(jax.jit(function))",
+            "custom_partitioning(function)",
+            "tests/test_partitioner.py -k compile_time",
+        ),
+    ),
+    *of(
+        "jax_flash2/_partitioner.py",
+        (
+            "mesh axes in reverse",
+            "key=lambda j: -steps[j]",
+            "key=lambda j: steps[j]",
+            "tests/test_sharding.py -k 'automatic and stay and 8-4 and xla'",
+        ),
+        (
+            "one name for all programs",
+            'f"{_code()} {describe()}"',
+            "_code()",
+            "tests/test_partitioner.py -k found_for_another",
+        ),
+        (
+            "a name of this process",
+            'f"{_code()} {describe()}"',
+            'f"{id(results)} {describe()}"',
+            "tests/test_partitioner.py -k found_again",
+        ),
+        (
+            "parts lowered for each layer",
+            "if key not in known.parts:",
+            "if True:",
+            "tests/test_partitioner.py -k lowered_once",
+        ),
+        (
+            "parts lowered as 64 bits are set by then",
+            "with jax.enable_x64(known.x64):",
+            "with jax.enable_x64(jax.config.jax_enable_x64):",
+            "tests/test_partitioner.py -k outside_of_x64",
+        ),
+    ),
+]
