@@ -315,6 +315,7 @@ def test_gradients_by_some_operands_keep_no_zeros_for_others():
     assert kept(lambda q: call(q, k, v), q) <= kept(call, q, k, v)
 
 
+@deep
 def test_gradients_of_the_custom_vjp_alone(monkeypatch):
     """JAX's own rules for it, and the primitives' around it, run the same kernels."""
     operands = tuple(x.astype(jnp.float32) for x in _operands()[:3])
