@@ -30,7 +30,8 @@ class Entry:
       module: its name.
       platform: on which its kernels run, and elsewhere interpreted; None for any.
       has_tangents: whether its functions are plain JAX, through which JAX can push
-        tangents (forward mode); others are wrapped in a `custom_vjp`.
+        tangents (forward mode); others are inside a `custom_vjp`, and have those of the
+        first that is.
       backward: the backend that makes the gradients that this one does not make: those
         of a score's operands, and all of the calls in `Backend.other_backward` and
         `Backend.slower_backward`.
@@ -238,6 +239,10 @@ def explain(implementation: str | None, call: Call) -> str:
     try:
         chosen = _choice(implementation, call)
         lines.append(f"implementation: {chosen}")
+        if not call.is_symbolic:
+            forward, backward = call.flops
+            of_products = f"{forward:.3g} FLOPs, of gradients {backward:.3g}"
+            lines.append(f"    products: {of_products}")
         if chosen in BACKENDS:
             is_named = implementation is not None
             why = _why_other_backward(chosen, call, is_named)

@@ -1,4 +1,4 @@
-"""Differentiation rules of the primitives: forward mode, transposes, second derivatives.
+"""Rules of the primitives: forward mode, transposes, second derivatives.
 
 The tangent of the forward is an operation of its own, linear in the tangents, and its
 transpose is the backward of FlashAttention-2: reverse mode saves and runs what the
@@ -28,7 +28,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from jax_flash2 import _backends, _sharding
-from jax_flash2._operation import Operation, Problem, is_differentiable, of_value_alone
+from jax_flash2._operation import Operation, Problem, is_differentiable
 from jax_flash2._vjp import BACKWARD, FORWARD, forward_backends, to_save
 from pallas_kernels.core.axes import Named, sizes, summed_to
 

@@ -99,7 +99,8 @@ def _axes_of_backward(problem: Problem, arrays) -> tuple[Axes, ...]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def flash2(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     """Output and lse of a problem with these arrays."""
-    return tuple(_forward(problem, list(map(Named, arrays, problem.axes))))
+    o, lse = _forward(problem, list(map(Named, arrays, problem.axes)))
+    return o, lse
 
 
 def _saved(problem: Problem, arrays: tuple):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.configs import Config
-from pallas_kernels.core.axes import Named, sizes
+from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 
@@ -62,6 +62,22 @@ class Call:
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.size["n"] // self.size["k"] if "n" in self.size else 1
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """About how many operations the products of both passes have.
+
+        Counted as in FlashAttention's papers: two of each pair and element of a head in
+        two products of the forward, and in five of the backward, of the pairs that are
+        kept as far as is known without data. XLA's own count knows neither how often a
+        loop runs nor what a kernel does (`Compiled.cost_analysis`).
+        """
+        names = (*batch_axes(self.operands), "n", "t")
+        pairs = math.prod(self.size.get(name, 1) for name in names)
+        pairs *= self.spec.mean_keys(self.size["s"])
+        of_key, of_value = self.head_sizes
+        forward = 2 * pairs * (of_key + of_value)
+        return forward, 2 * pairs * (3 * of_key + 2 * of_value)
 
     @property
     def _elements(self) -> list:

@@ -127,7 +127,7 @@ MUTANTS = [
         ),
         (
             "last keys without a name for remat",
-            "[checkpoint_name(x.value, OUTPUT_NAME) for x in pair]",
+            "[checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair]",
             "[x.value for x in pair]",
             f"{CALLS} -k no_ring_again",
         ),

@@ -316,12 +316,6 @@ MUTANTS = [
             "tests/test_transforms.py -k three_maps",
         ),
         (
-            "no rows have a log-sum-exp of 0",
-            "jnp.full(lse.shape, -jnp.inf,",
-            "jnp.full(lse.shape, 0.0,",
-            "tests/test_attention.py -k 'no_rows and xla'",
-        ),
-        (
             "one gradient for all elements of a map",
             "(*(a for a in mapped if a not in x.axes), *x.axes)",
             "x.axes",
@@ -332,9 +326,21 @@ MUTANTS = [
         "jax_flash2/_vjp.py",
         (
             "results without names for checkpoints",
-            "_operation.to_save(*_operation.forward(problem, arrays))",
-            "_operation.forward(problem, arrays)",
+            "return checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)",
+            "return o, lse",
             "tests/test_transforms.py -k policy_saves",
+        ),
+        (
+            "no rows have a log-sum-exp of 0",
+            "jnp.full(lse.shape, -jnp.inf,",
+            "jnp.full(lse.shape, 0.0,",
+            "tests/test_attention.py -k 'no_rows and xla'",
+        ),
+        (
+            "a log-sum-exp for each value",
+            "return {1: of_value_alone(problem)}",
+            "return {}",
+            "tests/test_transforms.py -k 'stays_unmapped and xla'",
         ),
     ),
     *of(
@@ -417,8 +423,8 @@ MUTANTS = [
         "jax_flash2/_derivatives.py",
         (
             "no tangent of the output in that of the gradient",
-            "(*along, *of_out, *_zeros(cotangents))",
-            "(*along, *_zeros(of_out), *_zeros(cotangents))",
+            "(*along, *of_out, *(_absent(",
+            "(*along, *_zeros(of_out), *(_absent(",
             "tests/test_derivatives.py -k test_derivatives[_vjp_of_grad]",
         ),
         (
@@ -426,6 +432,21 @@ MUTANTS = [
             "*_zeros(saved[-2:]), *of_out]",
             "*_zeros(saved[-2:]), *_zeros(of_out)]",
             "tests/test_derivatives.py -k test_derivatives[_vjp_of_vjp]",
+        ),
+        (
+            "a transpose without the log-sum-exp",
+            "*_zeros([o]), lse]",
+            "*_zeros([o, lse])]",
+            "tests/test_linear.py -k 'gradient_of_value and xla'",
+        ),
+    ),
+    *of(
+        "jax_flash2/_taylor.py",
+        (
+            "derivatives for Taylor coefficients",
+            "[x / math.factorial(order) for order",
+            "[x for order",
+            "tests/test_linear.py -k test_jet[xla-2]",
         ),
     ),
     *mutant_flash2.MUTANTS,

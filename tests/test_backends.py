@@ -1,6 +1,8 @@
 """The contract of a backend, shown by one that the tests add."""
 
+import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -130,3 +132,31 @@ def test_modules_keep_the_contract(name, proof):
 
 def test_tests_run_every_backend():
     assert {*cases.BACKENDS, *cases.APART} == set(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ({}, np.ones((600, 600))),
+        ({"is_causal": True}, np.tri(600)),
+        ({"local_window_size": (90, 40)}, np.tri(600, k=40) - np.tri(600, k=-91)),
+    ],
+)
+def test_explain_counts_operations_of_products(arguments, kept):
+    """Of the pairs that masks keep; in two products, and in five of the gradients."""
+    q = jax.ShapeDtypeStruct((2, 600, 4, 8), jnp.float32)
+    k = jax.ShapeDtypeStruct((2, 600, 2, 8), jnp.float32)
+    v = jax.ShapeDtypeStruct((2, 600, 2, 24), jnp.float32)
+    (line,) = (x for x in explain(q, k, v, **arguments).splitlines() if "FLOPs" in x)
+    found = [float(x) for x in re.findall(r"\d\S*", line)]
+    pairs = 2 * 4 * np.sum(kept)
+    expected = 2 * pairs * np.array([8 + 24, 3 * 8 + 2 * 24])
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
+def test_operations_of_products_are_those_that_xla_counts():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+    f = functools.partial(attention, implementation="reference")
+    counted = jax.jit(f).lower(x, x, x).compile().cost_analysis()["flops"]
+    (line,) = (s for s in explain(x, x, x).splitlines() if "FLOPs" in s)
+    assert 1 <= counted / float(line.split()[1]) < 1.1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import attention
+from jax_flash2 import _backends, _vjp, attention
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
 from tests.tiers import deep, deeply
@@ -263,10 +263,77 @@ def test_reverse_mode_of_a_second_derivative_names_the_way_out():
     assert np.isfinite(thrice("reference")).all()
 
 
-def test_forward_mode_of_kernels_names_the_way_out():
-    q, k, v, *_ = (x.astype(jnp.float32) for x in _operands())
-    call = functools.partial(attention, key=k, value=v, **BACKENDS["triton"])
-    with pytest.raises(TypeError, match="implementation='xla'"):
-        jax.jvp(call, (q,), (q,))
-    with pytest.raises(TypeError, match="custom_vjp"):  # JAX's own words
-        jax.jvp(jax.jit(call), (q,), (q,))
+def _assert_close(found, expected):
+    """In float32, or in TF32 on a GPU."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        largest = np.max(np.abs(b), initial=1, where=np.isfinite(b))
+        atol = (5e-2 if ON_GPU else 2e-5) * largest
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+def _jvp_of_checkpoint(f, operands, tangents):
+    return jax.jvp(jax.checkpoint(f), operands, tangents)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [_jvp_of_checkpoint, *deeply(_jvp_of_jit, _jvp_of_vmap, _vmap_of_jvp, _linearize)],
+)
+def test_forward_mode_of_kernels(transformation):
+    operands, tangents = (
+        tuple(x.astype(jnp.float32) for x in _operands(seed)) for seed in (0, 1)
+    )
+    found, expected = (
+        _compiled(transformation, **options)(operands, tangents)
+        for options in (BACKENDS["triton"], {"implementation": "reference"})
+    )
+    _assert_close(found, expected)
+
+
+def test_forward_mode_along_value_is_a_forward_kernel():
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+
+    def along(q, k, v):
+        def f(value):
+            return attention(q, k, value, implementation="triton")
+
+        return jax.jvp(f, (v,), (v,))
+
+    text = lower_for_gpu(along, x, x, x)
+    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert "stablehlo.while" not in text
+
+
+def test_gradients_by_some_operands_keep_no_zeros_for_others():
+    q, k, v, *_ = _operands()
+
+    def kept(f, *arrays):
+        return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(f, *arrays)[1]))
+
+    call = functools.partial(attention, implementation="xla")
+    assert kept(lambda q: call(q, k, v), q) <= kept(call, q, k, v)
+
+
+@deep
+def test_gradients_of_the_custom_vjp_alone(monkeypatch):
+    """JAX's own rules for it, and the primitives' around it, run the same kernels."""
+    operands = tuple(x.astype(jnp.float32) for x in _operands()[:3])
+
+    def loss(*x):
+        out, lse = attention(*x, return_residual=True, **BACKENDS["triton"])
+        return jnp.sum(jnp.cos(out)) + jnp.sum(jnp.sin(lse))
+
+    def gradients():
+        return jax.jit(jax.grad(lambda *x: loss(*x), (0, 1, 2)))(*operands)
+
+    expected = gradients()
+    monkeypatch.setattr(_vjp, "forward", _vjp.flash2)
+    _vjp.attend.clear_cache()
+    try:
+        with _backends.lowering_context("triton"):
+            found = gradients()
+    finally:
+        _vjp.attend.clear_cache()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -232,6 +232,45 @@ def test_single_heads_with_learnt_operands(backend):
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
+def test_what_no_mapped_operand_reaches_stays_unmapped(backend):
+    """The log-sum-exp depends neither on value nor on dropout, dv not on value."""
+    q, k, v, cotangent = (x[0] for x in operands(count=4))
+    values, keys = jnp.stack([v, 2 * v]), jax.random.split(jax.random.key(0))
+    options = {"return_residual": True, **BACKENDS[backend]}
+
+    def call(q, v, key=None):
+        rate = 0.0 if key is None else 0.3
+        return attention(q, k, v, dropout_rate=rate, dropout_rng=key, **options)
+
+    def alone(q, v, key=None):
+        return jax.jit(call)(q, v, key)
+
+    out, lse = jax.jit(jax.vmap(call, (None, 0), (0, None)))(q, values)
+    assert_same((out[0], lse), alone(q, v))
+    assert_same(out[1], alone(q, 2 * v)[0])
+    out, lse = jax.jit(jax.vmap(call, (None, None, 0), (0, None)))(q, v, keys)
+    assert_same((out[1], lse), alone(q, v, keys[1]))
+    # Of two maps the log-sum-exp has the one over the query.
+    queries = jnp.stack([q, -q, 2 * q])
+    inner = jax.vmap(call, (0, None), 0)
+    out, lse = jax.jit(jax.vmap(inner, (None, 0), (1, None)))(queries, values)
+    assert_same((out[2, 1], lse[2]), alone(2 * q, 2 * v))
+
+    def tangents(v):
+        return jax.jvp(call, (q, v), (cotangent, v))[1]
+
+    def of_value(v):
+        _, pull = jax.vjp(lambda v: call(q, v)[0], v)
+        return pull(cotangent)[0]
+
+    def both(v):
+        return *tangents(v), of_value(v)
+
+    found = jax.jit(jax.vmap(both, 0, (0, None, None)))(values)
+    assert_same((found[0][0], *found[1:]), jax.jit(both)(v))
+
+
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_jacobian_maps_cotangents_alone(backend):
     q, k, v = (x[0, :4, :1, :2] for x in operands())
     call = functools.partial(attention, **BACKENDS[backend])
