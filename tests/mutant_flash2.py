@@ -87,6 +87,52 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/score.py",
+        (
+            "the soft cap's derivative",
+            "return ds * (1.0 - x * x)",
+            "return ds * (1.0 - x)",
+            rule("soft_cap"),
+        ),
+        (
+            "under a soft cap -inf alone masks",
+            "if soft_cap is None:\n        return -math.inf",
+            "if soft_cap != 0:\n        return -math.inf",
+            "tests/test_masked_rows.py -k 'low_biases and -1e9-xla'",
+        ),
+        (
+            "a product of NaN beside a bias of -inf",
+            "jnp.where(bias <= self.masking_bias, -jnp.inf, x)",
+            "jnp.where(jnp.isnan(x), x, jnp.where(bias <= self.masking_bias, "
+            "-jnp.inf, x))",
+            "tests/test_masked_rows.py -k 'comes_through and bias_soft_cap-xla'",
+        ),
+        (
+            "the sign of the slopes' gradient",
+            "-dz * place.distance",
+            "dz * place.distance",
+            rule("alibi_alone"),
+        ),
+        (
+            "a distance with its sign",
+            "else jnp.abs(distance)",
+            "else distance",
+            rule("alibi_alone"),
+        ),
+        (
+            "slopes a fiftieth too large where distances are in two parts",
+            "x, row = x + slopes * place.key",
+            "x, row = x + 1.02 * slopes * place.key",
+            rule("alibi_batch"),
+        ),
+        (
+            "half a soft cap beside a scale",
+            "tanh(x * (unit / self.soft_cap))",
+            "tanh(x / self.soft_cap)",
+            rule("soft_cap"),
+        ),
+    ),
+    *of(
         "pallas_kernels/core/clear.py",
         (
             "queries without keys meet products",
