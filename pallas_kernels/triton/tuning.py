@@ -165,7 +165,7 @@ def shared_memory(
     """Shared memory in bytes that a kernel's tiles need at most.
 
     Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, and
-    of some NUMBER compiled for a B200.
+    of some 400 compiled for a B200.
 
     Args:
       kernel: one of `KERNELS`.
