@@ -50,7 +50,7 @@ MUTANTS = [
         ),
         (
             "left operands not counted in tensor memory",
-            "columns += sum(heads[: LEFT[kernel]] or heads)",
+            "columns += sum(heads[: LEFT[kernel]])",
             "columns += 0",
             f"{CLASSES} -k estimates",
         ),

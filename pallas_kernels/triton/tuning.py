@@ -165,7 +165,7 @@ def shared_memory(
     """Shared memory in bytes that a kernel's tiles need at most.
 
     Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, and
-    of some NUMBER compiled for a B200.
+    of some 400 compiled for a B200.
 
     Args:
       kernel: one of `KERNELS`.
@@ -210,8 +210,11 @@ def tensor_memory(
     _, sums, products, left = _PRODUCTS[kernel]
     columns = sum(heads[i] for i in sums) + streamed * products
     columns += math.ceil(streamed * left * itemsize / 4)
-    if itemsize == 4:  # left operands that are loaded are there, too
-        columns += sum(heads[: LEFT[kernel]] or heads)
+    # In float32 left operands that are loaded are there, too.
+    if kernel == "dbias" and itemsize > 2:
+        columns += math.ceil(sum(heads) * itemsize / 4)
+    elif itemsize == 4:
+        columns += sum(heads[: LEFT[kernel]])
     return -(-own // 128) * columns
 
 
