@@ -46,8 +46,23 @@ _DEVICES = "p"  # the axis of what all devices have, in operands that are gather
 def attend(
     call: Call, implementation: str | None, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (rows last) of this device's queries, differentiable once."""
+    """Output and lse (rows last) of this device's queries, differentiable once.
+
+    Raises:
+      ValueError: if XLA would end the process, which it does for rings of plain JAX in
+        a `shard_map` where GSPMD divides the program.
+    """
     backend = _backends.choose(implementation, round_of(call, layout))
+    manual = set(layout.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    is_plain = backend not in _backends.BACKENDS or (
+        _backends.BACKENDS[backend].has_tangents
+    )
+    if manual and is_plain and not jax.config.jax_use_shardy_partitioner:
+        raise ValueError(
+            "context: a ring requires JAX's partitioner Shardy, got "
+            "jax_use_shardy_partitioner=False: set it to True, or pass "
+            "Context(..., method='gather') or 'heads'"
+        )
 
     def of_all(x: Named) -> Named:
         if "s" not in x.axes:

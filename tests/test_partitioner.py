@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_flash2 import _partitioner, attention
+from jax_flash2 import Context, _partitioner, attention
 from tests.cases import BACKENDS
 from tests.tiers import MAINLY_XLA
 
@@ -217,6 +217,24 @@ def test_gspmd_under_vmap(gspmd):
     mapped = jax.vmap(call, (None, 0, 0))
     arrays = q, jnp.stack([k, 2 * k]), jnp.stack([v, v])
     assert_same([jax.jit(mapped)(*arrays)], [on_one(mapped, *arrays)])
+
+
+def test_a_ring_requires_shardy(gspmd):
+    """Without it XLA would end the process; other methods work."""
+    q, k, v = (jnp.asarray(np.asarray(x)) for x in operands(4, 4))
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = P(None, "rows")
+
+    def sharded(method):
+        context = Context("rows", None, method)
+        call = functools.partial(attention, is_causal=True, context=context)
+        return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))
+
+    with pytest.raises(ValueError, match=r"a ring requires .*jax_use_shardy_part"):
+        sharded("ring")(q, k, v)
+    expected = attention(q, k, v, is_causal=True)
+    for method in ("gather", "heads"):
+        assert_same([sharded(method)(q, k, v)], [expected])
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
