@@ -229,12 +229,14 @@ def attention(
     Probabilities are rounded to the dtype of value before they multiply value, as in
     `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
-    Derivatives: every implementation supports reverse mode, and forward or reverse mode
-    on top of it (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except
-    with "reference". With kernels, the tangents of second derivatives run as "xla".
-    Pure forward mode (`jax.jvp`, `jax.linearize`) requires "xla" or "reference". Third
-    derivatives require forward mode on top of second derivatives, or "reference". A
-    ring (`Context.method`) has first derivatives alone, in reverse mode.
+    Derivatives: every implementation supports reverse mode, forward mode (`jax.jvp`,
+    `jax.linearize`, `jax.experimental.jet`), and each on top of the other
+    (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except with
+    "reference". Tangents run as "xla", but for those along value alone. The output is
+    linear in value, and may be transposed by it (`jax.linear_transpose`, gradients
+    through iterative solvers). Third derivatives require forward mode on top of second
+    derivatives, or "reference". A ring (`Context.method`) has first derivatives alone,
+    in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -389,7 +391,8 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         `jax.ShapeDtypeStruct`.
 
     Returns:
-      A text with a line for the decision, a line for each kernel whose work is divided
+      A text with a line for the decision, one for about how many operations the
+      products of both passes have, a line for each kernel whose work is divided
       beyond blocks, heads and batch entries, a line for each implementation, and how
       the axes were read, with notes on what is legal but seldom meant. If the named
       implementation does not support the call, the first line says why.

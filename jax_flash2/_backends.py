@@ -21,6 +21,11 @@ import jax
 from pallas_kernels import device
 from pallas_kernels.backend import Backend, Call
 
+try:  # what `jax.ensure_compile_time_eval` sets
+    from jax._src.config import eager_constant_folding as _constants_at_once
+except ImportError:  # a private name: without it kernels raise an error there
+    _constants_at_once = None
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -104,10 +109,13 @@ def of_tangents() -> str:
 def lowering_context(*names: str):
     """In which functions of these backends are traced and lowered.
 
-    The caller's rules of promotion are for the caller's code.
+    The caller's rules of promotion are for the caller's code. So is compile-time
+    evaluation: what has no operand, as the number of a kernel's program, is no constant.
     """
     rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
     with contextlib.ExitStack() as stack, rank("allow"), dtype("standard"):
+        if _constants_at_once is not None:
+            stack.enter_context(_constants_at_once(False))
         for name in names:
             stack.enter_context(module(name).lowering_context())
         yield

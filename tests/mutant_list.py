@@ -391,7 +391,7 @@ MUTANTS = [
             "a transpose without the log-sum-exp",
             "*_zeros([o]), lse]",
             "*_zeros([o, lse])]",
-            "tests/test_linear.py -k 'gradient_of_value and xla'",
+            "tests/test_linear.py -k 'gradient_of_value and triton'",
         ),
     ),
     *of(

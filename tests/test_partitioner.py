@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Context, _partitioner, attention
 from tests.cases import BACKENDS
+from tests.lowering import lower_for_gpu
 from tests.tiers import MAINLY_XLA
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -254,3 +255,11 @@ def test_compile_time_evaluation(backend):
         return x + found[0]
 
     np.testing.assert_allclose(constant(q), q + expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_kernels_are_lowered_under_compile_time_evaluation(backend):
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    with jax.ensure_compile_time_eval():
+        text = lower_for_gpu(lambda x: attention(x, x, x, implementation=backend), x)
+    assert "flash2_forward" in text
