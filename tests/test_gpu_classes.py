@@ -77,7 +77,7 @@ def test_what_is_chosen_fits_every_class(name, regime):
 
 # Compiled for a B200 by XLA's Triton (JAX 0.12.0.1, 2026-11-27): kernel, blocks, head
 # size, bytes of an element, bytes for each pair, dropout; bytes of shared memory, and
-# columns of tensor memory as allocated, in powers of two, or as asked for. 0 is unknown:
+# columns of tensor memory as allocated, in powers of two, or asked for. 0 is not known:
 # XLA had refused the kernel for the other one.
 COMPILED = [
     ("forward", (64, 128, 4, 3), 128, 2, 0, 0, 214016, 256),
