@@ -110,7 +110,7 @@ def lowering_context(*names: str):
     """In which functions of these backends are traced and lowered.
 
     The caller's rules of promotion are for the caller's code. So is compile-time
-    evaluation: what has no operand, as the number of a kernel's program, is no constant.
+    evaluation: what has no operand, as the number of a program, is no constant.
     """
     rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
     with contextlib.ExitStack() as stack, rank("allow"), dtype("standard"):

@@ -13,7 +13,7 @@ from jax_flash2 import _backends, attention, explain
 from jax_flash2._backends import BACKENDS, Entry
 from pallas_kernels.backend import Backend, Call
 from tests import cases, test_masked_rows, tolerances
-from tests.cases import PAIRWISE, Case, by_name
+from tests.cases import ON_GPU, PAIRWISE, Case, by_name
 from tests.test_attention import DROPPING, check_masked_keys
 
 
@@ -159,4 +159,5 @@ def test_operations_of_products_are_those_that_xla_counts():
     f = functools.partial(attention, implementation="reference")
     counted = jax.jit(f).lower(x, x, x).compile().cost_analysis()["flops"]
     (line,) = (s for s in explain(x, x, x).splitlines() if "FLOPs" in s)
-    assert 1 <= counted / float(line.split()[1]) < 1.1
+    # For GPUs XLA also counts what kernels of its own repeat.
+    assert 1 <= counted / float(line.split()[1]) < (2 if ON_GPU else 1.1)

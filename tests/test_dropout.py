@@ -303,7 +303,8 @@ def test_settings_of_jax_drop_nothing_else(kind):
             np.testing.assert_array_equal(one_head(rng), expected)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         np.testing.assert_array_equal(one_head(rng), expected)
-    np.testing.assert_allclose(jax.jit(one_head)(rng), expected, atol=1e-5)
+    atol = 1e-2 if ON_GPU else 1e-5  # one program of XLA's, and one for each product
+    np.testing.assert_allclose(jax.jit(one_head)(rng), expected, atol=atol)
     option = {"implementation": "reference"}
     few, many = (
         masks(option, batch=batch, n=n, dropout_rng=rng)
