@@ -102,9 +102,8 @@ MUTANTS = [
         ),
         (
             "a product of NaN beside a bias of -inf",
-            "jnp.where(bias <= self.masking_bias, -jnp.inf, x)",
-            "jnp.where(jnp.isnan(x), x, jnp.where(bias <= self.masking_bias, "
-            "-jnp.inf, x))",
+            "x = jnp.where(masks, -jnp.inf, x)",
+            "x = jnp.where(jnp.isnan(x), x, jnp.where(masks, -jnp.inf, x))",
             "tests/test_masked_rows.py -k 'comes_through and bias_soft_cap-xla'",
         ),
         (

@@ -126,7 +126,9 @@ class Score:
             # All of the score is in x: `gradient` takes the hyperbolic tangent from it.
             x, unit = tanh(x * (unit / self.soft_cap)), self.soft_cap
         if bias is not None and not (nan_shows and self.soft_cap is None):
-            x = jnp.where(bias <= self.masking_bias, -jnp.inf, x)
+            # Mosaic GPU has no choice of a block by a scalar.
+            masks = jnp.broadcast_to(bias, x.shape) <= self.masking_bias
+            x = jnp.where(masks, -jnp.inf, x)
         return Scores(x, unit, row)
 
     def gradient(self, ds: jax.Array, x: jax.Array, masked: bool) -> jax.Array:
