@@ -344,3 +344,17 @@ def test_the_callers_blocks_that_cannot_fit():
     assert "flash2_dq" in lower_for_gpu(call, x, x, x, device="NVIDIA H200")
     small = functools.partial(_gradients, config=Config(dq=Blocks(64, 64, 4, 2)))
     assert "flash2_dq" in lower_for_gpu(small, x, x, x, device="NVIDIA L4")
+
+
+def test_interpreted_kernels_need_no_memory_of_a_gpu(monkeypatch):
+    """What fits no GPU of 99 KiB compiled: float32 at head size 512."""
+    monkeypatch.setattr(device, "shared_memory_limit", lambda: 99 * KIB)
+    x = jax.random.normal(jax.random.key(0), (1, 16, 1, 512))
+
+    def gradients(x, **options):
+        call = functools.partial(attention, **options)
+        return jax.vjp(call, x, x, x)[1](x)
+
+    found = gradients(x, config=Config(interpret=True), implementation="triton")
+    for a, b in zip(found, gradients(x, implementation="reference"), strict=True):
+        assert jnp.max(jnp.abs(a - b)) < 1e-3

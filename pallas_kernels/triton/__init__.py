@@ -87,6 +87,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     itemsize, product = support.product_precision(dtype, precision, interpret)
     if tuning.smallest(kernel, heads, itemsize, columns) > limit:  # float32 as it is
         itemsize, product = jnp.dtype(dtype).itemsize, precision
+    if interpret:  # no memory of a GPU is asked for
+        limit = max(limit, tuning.smallest(kernel, heads, itemsize, columns))
     blocks = tuning.choose(
         kernel,
         config,
