@@ -289,15 +289,15 @@ class _Plan:
         order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
         count = jnp.sum(visited, dtype=jnp.int32)
 
-        def body(carry):  # with both blocks: XLA would look them up at each use
-            number, i, j, state = carry
+        def body(carry):
+            number, j, state = carry
+            i = of(order, number)
             is_last = j + 1 >= of(end, i)
             number = number + is_last.astype(jnp.int32)
-            following = of(order, number)
-            first_j = jnp.where(is_last, of(first, following), j + 1)
-            return number, following, first_j, visit_at(i, j, state)
+            following = jnp.where(is_last, of(first, of(order, number)), j + 1)
+            return number, following, visit_at(i, j, state)
 
-        carry = np.int32(0), of(order, 0), of(first, of(order, 0)), state
+        carry = np.int32(0), of(first, of(order, 0)), state
         return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
