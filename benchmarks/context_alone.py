@@ -8,6 +8,7 @@ is left if communication costs nothing. For this the benchmark reaches into the 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,8 @@ class Alone(Layout):
 
 def _attention(method: str, layout: Layout, q, k, v, **options) -> jax.Array:
     """As `jax_flash2.attention` with a context, of that method and layout."""
-    defaults = dict(_api.attention.__kwdefaults__ or {})
+    parameters = inspect.signature(_api.attention).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
     call = _api._checked(
         query=q, key=k, value=v, bias=None, mask=None, **{**defaults, **options}
     )

@@ -283,7 +283,8 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     These are out and lse and, where its backward kernel serves the call, the gradients
     of query, key, value and sinks.
     """
-    defaults = dict(_api.attention.__kwdefaults__ or {})
+    parameters = inspect.signature(_api.attention).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
     q, k, v = arrays
     options = {"bias": None, "mask": None, **defaults, **arguments}
     call = _api._checked(query=q, key=k, value=v, **options)
