@@ -11,6 +11,7 @@ from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import device, tables
 from pallas_kernels.triton import tuning
 from tests.lowering import lower_for_gpu
+from tests.tiers import deep
 
 KIB = 1 << 10
 # (bytes of shared memory, columns of tensor memory, whether left operands are kept)
@@ -346,6 +347,7 @@ def test_the_callers_blocks_that_cannot_fit():
     assert "flash2_dq" in lower_for_gpu(small, x, x, x, device="NVIDIA L4")
 
 
+@deep
 def test_interpreted_kernels_need_no_memory_of_a_gpu(monkeypatch):
     """What fits no GPU of 99 KiB compiled: float32 at head size 512."""
     monkeypatch.setattr(device, "shared_memory_limit", lambda: 99 * KIB)

@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_flash2 import attention, flax_attention
 from tests.cases import BACKENDS
+from tests.tiers import MAINLY_XLA, deeply
 
 ALL = {**BACKENDS, "reference": {"implementation": "reference"}}
 Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4), np.float32)
@@ -137,7 +138,7 @@ def check(context, backend, gradients, *, tolerance=0.0):
                 np.testing.assert_allclose(a, e, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize("name", PATCHES)
 def test_patches_reach_no_product(backend, name):
     """Neither while they are there, nor by a program that is kept."""
@@ -150,7 +151,9 @@ def test_patches_reach_no_product_of_the_reference(name):
     check(PATCHES[name], "reference", gradients=False)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [*(x for x in SETTINGS if x != "no jit"), *deeply("no jit")]
+)
 def test_settings_stay_where_they_are(name):
     tolerance = 2e-2 if name in OTHER_PROGRAMS else 0.0
     check(SETTINGS[name], "xla", gradients=False, tolerance=tolerance)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_flash2 import nn
 from tests.cases import ON_GPU
+from tests.tiers import deeply
 
 OWN = jax.nn.dot_product_attention
 ATOL = 2e-2 if ON_GPU else 2e-5
@@ -84,7 +85,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", *deeply("bfloat16", "float16")])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_and_dtypes_are_those_of_jax(name, dtype):
     x = arrays(*SHAPES[name], dtype)
@@ -174,7 +175,7 @@ def test_flax_reaches_it_as_it_is():
         decoder.init_cache(x.shape)
         found = [plain(x), plain(x, mask=jnp.asarray(TRIL[None, None]))]
         found += [plain(x, is_causal=True), jax.grad(loss)(x)]
-        found += [decoder(x[:, i : i + 1]) for i in range(3)]
+        found += [decoder(x[:, i : i + 1]) for i in range(2)]
         return found, is_ours(loss, x)
 
     expected, before = run()

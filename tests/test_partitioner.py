@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_flash2 import Context, _partitioner, attention
 from tests.cases import BACKENDS
 from tests.lowering import lower_for_gpu
-from tests.tiers import MAINLY_XLA
+from tests.tiers import MAINLY_XLA, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -99,7 +99,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("private", [True, *deeply(False)])
 def test_no_program_is_found_for_another(cache, monkeypatch, private):
     """Those that differ in what no operand shows.
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jax_flash2 import attention
 from pallas_kernels import device
 from tests.cases import ON_GPU
+from tests.tiers import deep, deeply
 
 KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 X = jax.random.normal(jax.random.key(0), (2, 40, 4, 16))
@@ -55,7 +56,7 @@ needs_cpu = pytest.mark.skipif(ON_GPU, reason="arrays lie on the GPU")
 
 
 @needs_cpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["eager", "jit", *deeply("vmap", "hessian")])
 def test_arrays_of_a_cpu_on_a_machine_with_a_gpu(said_to_be_a_gpu, way, monkeypatch):
     found = WAYS[way](X)
     monkeypatch.undo()
@@ -63,6 +64,7 @@ def test_arrays_of_a_cpu_on_a_machine_with_a_gpu(said_to_be_a_gpu, way, monkeypa
     assert_same(found, WAYS[way](X))
 
 
+@deep
 @needs_cpu
 def test_without_jit(said_to_be_a_gpu, monkeypatch):
     with jax.disable_jit():
@@ -115,7 +117,7 @@ def test_committed_arrays_say_where_without_jit():
     assert device.platform_of([X]) == "cpu"
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float32, *deeply(jnp.bfloat16)])
 def test_export_for_two_platforms_has_what_is_best_for_each(dtype):
     """Kernels for the GPU, plain JAX for the CPU, in one program."""
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
