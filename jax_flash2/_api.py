@@ -230,8 +230,8 @@ def attention(
     `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
     Derivatives: every implementation supports reverse mode, forward mode (`jax.jvp`,
-    `jax.linearize`, `jax.experimental.jet`), and each on top of the other
-    (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except with
+    `jax.linearize`; `jax.experimental.jet`, not with "reference" and masks), and each
+    on top of the other (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear, except with
     "reference". Tangents run as "xla", but for those along value alone. The output is
     linear in value, and may be transposed by it (`jax.linear_transpose`, gradients
     through iterative solvers). Third derivatives require forward mode on top of second

@@ -65,7 +65,7 @@ class _Known:
 
 
 # JAX keeps the objects alive as long as programs that may call them back. Those of a
-# name serve each other's programs.
+# name, which also says the devices, serve each other's programs.
 _by_name: dict[bytes, weakref.WeakSet] = {}
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -125,27 +125,44 @@ def named(results: Sequence[ir.Value], describe: Callable[[], str]) -> None:
     Args:
       results: of what was lowered; if that is no such call, nothing happens (JAX makes
         none for one device).
-      describe: says all that decides what is computed, but shapes and the code of this
-        library.
+      describe: says all that decides what is computed, but shapes, devices and the
+        code of this library.
     """
     attributes: Any = getattr(results[0].owner, "attributes", {})
     target = "call_target_name"
     if target not in attributes or attributes[target] != ir.StringAttr.get(_JAX_TARGET):
         return
+    found = None
+    if stock is not None:
+        address = ir.StringAttr(attributes["backend_config"]).value.encode()
+        found = _OBJECTS[address]
     name = uuid.uuid4().hex
     if jax.config.jax_compilation_cache_dir is not None:
-        name = hashlib.sha256(f"{_code()} {describe()}".encode()).hexdigest()
+        text = f"{_code()} {_devices(found)} {describe()}"
+        name = hashlib.sha256(text.encode()).hexdigest()
         digest = ir.DictAttr.get({_TARGET: ir.StringAttr.get(name)})
         attributes["mhlo.frontend_attributes"] = digest
-    if stock is None:
+    if found is None:
         return
     _register()
-    address = ir.StringAttr(attributes["backend_config"]).value.encode()
-    found = _OBJECTS[address]
     _known[found] = _Known(jax.config.jax_enable_x64)
+    for other, objects in list(_by_name.items()):
+        if not objects:
+            _by_name.pop(other, None)
     _by_name.setdefault(name.encode(), weakref.WeakSet()).add(found)
     attributes[target] = ir.StringAttr.get(_TARGET)
     attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+def _devices(found) -> tuple | None:
+    """Of the mesh that an object of JAX divides arrays over, and its shape."""
+    if found is None:
+        return None
+    if not found.mesh.empty:
+        return found.mesh.devices.shape, *(x.id for x in found.mesh.devices.flat)
+    context = found.module_context.axis_context
+    assigned = getattr(context, "device_assignment", None) or ()
+    return context.num_devices, *(x.id for x in assigned)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def dot_product_attention(
     may have fewer axes: the first ones are then 1, so [T, N, H] is one batch entry.
 
     What differs: a query without keys gets 0, where jax.nn gives the mean of all
-    values; its residual is -inf there. The kernels have no forward mode (`jax.jvp`).
+    values; its residual is -inf there.
 
     Args:
       query: [B, T, N, H], bfloat16, float16, float32, or float64 under x64.

@@ -57,15 +57,21 @@ MUTANTS = [
         ),
         (
             "one name for all programs",
-            'f"{_code()} {describe()}"',
-            "_code()",
+            'f"{_code()} {_devices(found)} {describe()}"',
+            'f"{_code()} {_devices(found)}"',
             "tests/test_partitioner.py -k found_for_another",
         ),
         (
             "a name of this process",
-            'f"{_code()} {describe()}"',
+            'f"{_code()} {_devices(found)} {describe()}"',
             'f"{id(results)} {describe()}"',
             "tests/test_partitioner.py -k found_again",
+        ),
+        (
+            "a name for programs of all meshes",
+            'f"{_code()} {_devices(found)} {describe()}"',
+            'f"{_code()} {describe()}"',
+            "tests/test_partitioner.py -k other_meshes",
         ),
         (
             "parts lowered for each layer",

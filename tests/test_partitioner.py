@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import os
 
 import jax
@@ -97,6 +98,27 @@ VARIANTS = {
     "window": {"local_window_size": (3, 2)},
     "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
 }
+
+
+@pytest.mark.skipif(DEVICES < 6, reason="needs meshes of several sizes")
+def test_programs_of_other_meshes_are_others(cache):
+    """In one process: of other sizes, devices and shapes, and none gathers."""
+    x = jnp.ones((6, 8, 6, 8))
+    call = jax.jit(lambda x: attention(x, x, x, is_causal=True))
+    expected = np.asarray(call(x))
+    meshes = [(0, (6,)), (0, (2,)), (2, (2,)), (1, (3,)), (0, (2, 3)), (0, (3, 2))]
+    for first, shape in meshes:
+        devices = np.array(jax.devices()[first : first + math.prod(shape)])
+        kinds = (AxisType.Auto,) * len(shape)
+        mesh = jax.sharding.Mesh(
+            devices.reshape(shape), ("x", "y")[: len(shape)], kinds
+        )
+        spec = P("x", None, "y") if len(shape) > 1 else P("x")
+        divided = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = call.lower(divided).compile()
+        np.testing.assert_allclose(compiled(divided), expected, atol=1e-6)
+        assert "all-gather" not in compiled.as_text()
+    assert cache() > 0
 
 
 @pytest.mark.parametrize("private", [True, *deeply(False)])

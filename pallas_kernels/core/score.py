@@ -31,7 +31,7 @@ def masking_bias(dtype, soft_cap: float | None) -> float:
     """
     if soft_cap is None:
         return -math.inf
-    return max(_LOWEST, float(jnp.finfo(dtype).min))
+    return max(_LOWEST, -float(jnp.finfo(dtype).max))
 
 
 class Place(NamedTuple):
