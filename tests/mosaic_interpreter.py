@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels.mosaic_gpu as backend
-from jax_flash2 import _api, _operation, _vjp
+from jax_flash2 import _api, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.core.axes import Named, batch_axes
@@ -298,7 +298,9 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             operands = list(map(Named, arrays, problem.axes))
             rows = (*batch_axes(operands), "t", "n")
             structs = _operation.forward_outputs(problem, operands)
-            found = _vjp._forward_rule(problem, operands)
+            q, k, v, spec = problem.named(arrays)
+            options = {"config": problem.config, "precision": problem.precision}
+            found = backend.forward(q, k, v, spec, structs, **options)
             o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
             results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
             if not has_gradients:
@@ -308,7 +310,6 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
                 *(o, lse, Named(Named(do, (*rows, "d")).to(o.axes), o.axes)),
                 Named(Named(dlse, rows).to(lse.axes), lse.axes),
             )
-            q, k, v, spec = problem.named(arrays)
             outputs = list(_operation.backward_outputs(problem, [*operands, *saved]))
             names = ["query", "key", "value"]
             if spec.score.operands:
@@ -317,7 +318,6 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
                 else:
                     del outputs[3 : 3 + len(spec.score.operands)]
             names.append("sinks")
-            options = {"config": problem.config, "precision": problem.precision}
             found = backend.backward(q, k, v, spec, saved, outputs, **options)
             return results | dict(zip(names, found, strict=False))
 
