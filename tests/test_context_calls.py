@@ -110,6 +110,7 @@ def test_two_axes(stripes, x64):
     assert heads == [True, False, False]
 
 
+@pytest.mark.filterwarnings("ignore:.*dtype float64")  # on a GPU
 def test_gathering_is_permutations(x64):
     """Of keys and values once around; of each gradient straight to its device."""
     arrays = operands()
