@@ -201,7 +201,7 @@ def test_hessian():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("transformation", [_jvp_of_grad, *deeply(_vjp_of_grad)])
+@pytest.mark.parametrize("transformation", deeply(_jvp_of_grad, _vjp_of_grad))
 def test_second_derivatives_of_kernels(transformation):
     """Their tangents are those of the xla backend; float32, as the kernels are."""
     operands, tangents = (

@@ -57,7 +57,6 @@ def _transposed(f, value=V):
 @pytest.mark.parametrize(
     ("backend", "features"),
     [
-        ("triton", "dropout"),
         ("xla", "features"),
         *deeply(*((name, x) for name in BACKENDS for x in FEATURES)),
     ],
@@ -69,7 +68,7 @@ def test_transpose_by_value_is_the_gradient_of_value(backend, features):
     _assert_close(found, expected)
 
 
-@pytest.mark.parametrize("backend", MAINLY_XLA)
+@pytest.mark.parametrize("backend", deeply(*BACKENDS))
 def test_transpose_of_what_surrounds_a_call(backend):
     f = _of_value(backend)
     expected = jax.vjp(f, V)[1](COTANGENT)[0]
@@ -93,7 +92,7 @@ def test_transpose_of_a_transpose_is_the_call(backend):
     _assert_close(found, f(V))
 
 
-@pytest.mark.parametrize("backend", MAINLY_XLA)
+@pytest.mark.parametrize("backend", deeply(*BACKENDS))
 def test_derivatives_of_a_transpose(backend):
     """By the query: forward and reverse mode."""
 

@@ -123,7 +123,7 @@ def test_programs_of_other_meshes_are_others(cache):
     assert cache() > 0
 
 
-@pytest.mark.parametrize("private", [True, *deeply(False)])
+@pytest.mark.parametrize("private", deeply(True, False))
 def test_no_program_is_found_for_another(cache, monkeypatch, private):
     """Those that differ in what no operand shows.
 
@@ -210,7 +210,7 @@ def gspmd():
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)])
+@pytest.mark.parametrize("heads", [(4, 4), *deeply(((4, 1),), ((6, 3),))])
 def test_gspmd(gspmd, backend, heads):
     """Divided as the operands are, where Shardy is turned off."""
     by_heads = heads[0] % 2 == heads[1] % 2 == 0
@@ -225,7 +225,11 @@ def test_gspmd(gspmd, backend, heads):
 
 @pytest.mark.filterwarnings("ignore:.*the rows of query are divided")
 @pytest.mark.parametrize(
-    "spec", [P(None, "data"), P(("data", "model")), P(None, None, None, "data"), P()]
+    "spec",
+    [
+        P(None, "data"),
+        *deeply((P(("data", "model")),), (P(None, None, None, "data"),), (P(),)),
+    ],
 )
 def test_gspmd_where_it_must_gather(gspmd, spec):
     """Rows, head sizes, a batch of two over four devices; and what nothing divides."""
