@@ -1,5 +1,6 @@
 """Programs that XLA divides: found again in caches, lowered once, divided by GSPMD."""
 
+import contextlib
 import functools
 import gc
 import math
@@ -58,14 +59,9 @@ def on_one(run, *arrays):
     return run(*(jnp.asarray(np.asarray(x)) for x in arrays))
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A persistent compilation cache; gives the number of its programs."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
+@contextlib.contextmanager
+def configured(settings):
+    """With these settings of JAX, and as before in the end."""
     before = {name: getattr(jax.config, name) for name in settings}
 
     def update(values):
@@ -74,8 +70,26 @@ def cache(tmp_path):
             jax.config.update(name, value)
 
     update(settings)
-    yield lambda: sum(name.endswith("-cache") for name in os.listdir(tmp_path))
+    yield
     update(before)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A persistent compilation cache; gives the number of its programs."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    with configured(settings):
+        yield lambda: sum(name.endswith("-cache") for name in os.listdir(tmp_path))
+
+
+@pytest.fixture
+def no_cache():
+    with configured({"jax_compilation_cache_dir": None}):
+        yield
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
@@ -146,9 +160,9 @@ def test_no_program_is_found_for_another(cache, monkeypatch, private):
         jax.config.update(name, before)
 
 
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("no_cache")
 def test_equal_layers_are_lowered_once(monkeypatch):
-    """In a cache of its own: what is found there is not lowered."""
+    """Without a cache: what is found there is not lowered."""
     lowered = []
     partition = _partitioner._PARTITION
     monkeypatch.setattr(
