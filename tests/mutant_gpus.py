@@ -8,21 +8,6 @@ CLASSES = "tests/test_gpu_classes.py"
 
 MUTANTS = [
     *of(
-        "pallas_kernels/triton/memory.py",
-        (
-            "bytes of masks on consumer Blackwell",
-            "device.capability() // 10 != 12",
-            "device.capability() // 10 != 13",
-            f"{CLASSES} -k read_of_a_mask",
-        ),
-        (
-            "masks taken for numbers on consumer Blackwell",
-            "lambda y: y != 0, x",
-            "lambda y: y == 0, x",
-            f"{CLASSES} -k masks_on_consumer",
-        ),
-    ),
-    *of(
         "pallas_kernels/device.py",
         (
             "an unknown GPU taken for a Hopper",

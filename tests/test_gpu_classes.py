@@ -1,7 +1,6 @@
 """GPUs by class: their names, their memory, and blocks that fit it."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -361,43 +360,3 @@ def test_interpreted_kernels_need_no_memory_of_a_gpu(monkeypatch):
     found = gradients(x, config=Config(interpret=True), implementation="triton")
     for a, b in zip(found, gradients(x, implementation="reference"), strict=True):
         assert jnp.max(jnp.abs(a - b)) < 1e-3
-
-
-MASKS = {"pairs": (2, 2, 24, 40), "keys": (2, 1, 1, 40), "rows": (24, 1), "heads": (2,)}
-
-
-@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
-def test_masks_on_consumer_blackwell(monkeypatch, shape):
-    """They mean the same there, where kernels read them as int16."""
-    monkeypatch.setattr(device, "capability", lambda: 120)
-    rows = {0: 24, 1: 40, 2: 40}
-    x, k, v = (
-        jax.random.normal(jax.random.key(seed), (2, n, 2, 16))
-        for seed, n in rows.items()
-    )
-    mask = jax.random.bernoulli(jax.random.key(1), 0.7, shape)
-    mask = mask[:, None, None] if len(shape) == 1 else mask
-
-    def gradients(**options):
-        call = functools.partial(attention, mask=mask, **options)
-        out, pull = jax.vjp(call, x, k, v)
-        return out, *pull(jnp.cos(out))
-
-    config = Config(interpret=True)
-    found = gradients(config=config, implementation="triton")
-    for a, b in zip(found, gradients(implementation="reference"), strict=True):
-        assert jnp.max(jnp.abs(a - b)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("gpu", "dtype"), [("GB10", "i16"), ("L4", "i1"), ("B200", "i1")]
-)
-def test_what_kernels_read_of_a_mask(gpu, dtype):
-    x = jax.ShapeDtypeStruct((2, 256, 2, 128), jnp.bfloat16)
-    mask = jax.ShapeDtypeStruct((256, 256), jnp.bool_)
-    text = lower_for_gpu(
-        lambda x, mask: _gradients(x, x, x, mask=mask), x, mask, device=f"NVIDIA {gpu}"
-    )
-    calls = [line for line in text.splitlines() if "custom_call @__gpu" in line]
-    found = {x for line in calls for x in re.findall(r"tensor<256x256x(\w+)>", line)}
-    assert found == {dtype}
