@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import device, division, layout
+from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.flash2 import Block
@@ -50,11 +49,6 @@ class View(layout.View):
     """A Ref in a Triton kernel."""
 
     interpret: bool  # of `Launch`
-    is_wide_mask: bool = False  # `_wide`
-
-    def load(self, order, where, padding=0):
-        x = super().load(order, where, padding)
-        return jax.tree.map(lambda y: y != 0, x) if self.is_wide_mask else x
 
     def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
         at = _slices(index)
@@ -63,16 +57,6 @@ class View(layout.View):
     def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
         at = _slices(index)
         addresses.store(self.ref, at, value, mask, interpret=self.interpret)
-
-
-def _wide(x: Named) -> Named:
-    """Of a mask int16 on capability 12.x, others as they are.
-
-    There XLA's compiler (JAX 0.12.0.1) ends the process over kernels with byte masks.
-    """
-    if x.dtype != bool or device.capability() // 10 != 12:
-        return x
-    return Named(x.value.astype(jnp.int16), x.axes)
 
 
 def _slices(index: tuple) -> tuple:
@@ -161,8 +145,7 @@ def call(
     Raises:
       ValueError: if an array is too large, as `jax.vmap` may make it.
     """
-    given, tree = jax.tree.flatten(inputs)
-    operands = [_wide(x) for x in given]
+    operands, tree = jax.tree.flatten(inputs)
     outputs = [
         x if i in alike else division.partial(x, grid.parts)
         for i, x in enumerate(outputs)
@@ -176,8 +159,6 @@ def call(
         views = [
             View(*named, launch.interpret) for named in zip(refs, kept, strict=True)
         ]
-        for i, (x, y) in enumerate(zip(given, operands, strict=True)):
-            views[i] = dataclasses.replace(views[i], is_wide_mask=x.dtype != y.dtype)
         kernel(*tree.unflatten(views[: len(operands)]), tuple(views[len(operands) :]))
 
     body.__name__ = body.__qualname__ = name
