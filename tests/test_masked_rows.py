@@ -160,7 +160,7 @@ def test_nothing_comes_through_on_hopper(way, head):
 @pytest.mark.skipif(
     ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="a GPU runs the kernels"
 )
-@pytest.mark.parametrize("way", deeply("mask_pairs", "offset", "no_keys"))
+@pytest.mark.parametrize("way", deeply("mask_pairs", "bias_half", "offset", "no_keys"))
 def test_nothing_comes_through_mosaic_gpu(way, monkeypatch):
     mosaic_interpreter.install(monkeypatch)
     case = with_heads(dataclasses.replace(CASE, t=140, s=150), 64)
