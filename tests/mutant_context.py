@@ -19,8 +19,8 @@ MUTANTS = [
         "jax_flash2/_rows.py",
         (
             "gradients of gathered rows summed in their own dtype",
-            "jnp.promote_types(x.dtype, jnp.float32)",
-            "x.dtype",
+            "wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))",
+            "wide = x.astype(x.dtype)",
             "tests/test_context_corners.py -k 'gathered_rows or copies'",
         ),
     ),
@@ -148,8 +148,8 @@ MUTANTS = [
         ),
         (
             "keys beyond the last device's",
-            "    if after:  # the last",
-            "    if not after:  # the last",
+            "if after:  # the last",
+            "if not after:  # the last",
             one("window", "halo", "runs"),
         ),
         (

@@ -93,9 +93,9 @@ _TRITON = [
         ),
         (
             "p of dq rounded to bfloat16",
-            'pairs.along(lse_log2, "t"))\n',
-            'pairs.along(lse_log2, "t"))\n'
-            "            again = again._replace(p=again.p.astype(k.dtype))\n",
+            'pairs.recompute(scores, pairs.along(lse_log2, "t"))',
+            "(lambda x: x._replace(p=x.p.astype(k.dtype)))("
+            'pairs.recompute(scores, pairs.along(lse_log2, "t")))',
             SUMS,
             "dz is rounded by as much right after: a result is hardly further off",
         ),
@@ -128,8 +128,9 @@ _TRITON = [
         ),
         (
             "rows beyond a query length not stored",
-            'where["t"] = layout.rows_at("t", where["t"].start)',
-            "pass",
+            'where["t"] = layout.rows_at("t", where["t"].start)\n'
+            "        for view, value in zip(outputs, values,",
+            "for view, value in zip(outputs, values,",
             "tests/test_attention.py -k 'padding_never and triton and nan'",
         ),
         (
@@ -150,8 +151,8 @@ _TRITON = [
         ),
         (
             "no tables of blocks",
-            "spec = spec.with_table(",
-            "spec.with_table(",
+            "spec = spec.with_table(looped,",
+            "spec.with_table(looped,",
             "tests/test_attention.py -k 'segments_do_not and nan and triton'",
         ),
     ),
@@ -237,8 +238,8 @@ _TRITON = [
         ),
         (
             "pieces of a head that begin anew",
-            "            start += piece\n",
-            "",
+            "start += piece",
+            "pass",
             rule("head_80"),
         ),
     ),
@@ -310,7 +311,12 @@ _TRITON = [
         ("the exponent's shift added", "neg.f32 e, $2;", "mov.f32 e, $2;", ASSEMBLY),
         ("the exponent of base e", "ex2.approx.ftz", "lg2.approx.ftz", ASSEMBLY),
         ("the wrong half of a product's bits", "mul.hi.u32", "mul.lo.u32", ASSEMBLY),
-        ("one more level of bits kept", "setp.lt.u32", "setp.le.u32", ASSEMBLY),
+        (
+            "one more level of bits kept",
+            'p, $2, {limit}; "\n        "selp.f32 $0, $1, 0f00000000, p;}",',
+            'p, $2, {limit + 1}; "\n        "selp.f32 $0, $1, 0f00000000, p;}",',
+            ASSEMBLY,
+        ),
         (
             "a tile kept in registers in another dtype",
             'kept = "=r,0" if pack > 1',
@@ -400,8 +406,8 @@ _PLAIN_JAX = [
         "jax_flash2/_chunked.py",
         (
             "dv of the loops without dropout's scale",
-            "        unit = spec.dropout_scale\n",
-            "        unit = 1.0\n",
+            "unit = spec.dropout_scale",
+            "unit = 1.0",
             rule("dropout", backend="xla_blocks"),
         ),
         (

@@ -139,8 +139,8 @@ MUTANTS = [
         ),
         (
             "half of a dropout key without effect",
-            "t ^ tweak",
-            "t",
+            "words = cipher(s, t ^ tweak,",
+            "words = cipher(s, t,",
             "tests/test_dropout.py -k uncorrelated",
         ),
         (
@@ -286,8 +286,8 @@ MUTANTS = [
         ),
         (
             "no rows have a log-sum-exp of 0",
-            "jnp.full(lse.shape, -jnp.inf,",
-            "jnp.full(lse.shape, 0.0,",
+            "jnp.full(lse.shape, -jnp.inf, lse.dtype),",
+            "jnp.full(lse.shape, 0.0, lse.dtype),",
             "tests/test_attention.py -k 'no_rows and xla'",
         ),
         (
@@ -338,8 +338,8 @@ MUTANTS = [
         "jax_flash2/_arrays.py",
         (
             "half of an id of 64 bits",
-            "for i in range(2)]",
-            "for i in range(1)]",
+            "in made) for i in range(2)]",
+            "in made) for i in range(1)]",
             "tests/test_errors.py -k 'wide_integers and xla'",
         ),
         (

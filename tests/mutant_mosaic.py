@@ -30,8 +30,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/memory.py",
         (
             "rows that end anywhere are always copied",
-            "    if _in_single_rows(width):\n        return any(",
-            "    if False:\n        return any(",
+            "if _in_single_rows(width):\n        return any(",
+            "if False:\n        return any(",
             CHOICE,
         ),
         (
@@ -117,8 +117,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dq.py",
         (
             "dq by itself with another vector of rows",
-            'pairs.along(change, "t")',
-            'pairs.along(lse, "t")',
+            'pairs.along(change, "t")).astype',
+            'pairs.along(lse, "t")).astype',
             APART,
         ),
     ),
@@ -396,8 +396,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dropout.py",
         (
             "words of dropout for other queries",
-            "for word in words",
-            "for word in words[::-1]",
+            "for word in words]",
+            "for word in words[::-1]]",
             "tests/test_mosaic_dealt.py",
         ),
     ),

@@ -7,7 +7,7 @@ that no result changes.
 
     python -m tests.mutants                  all of them
     python -m tests.mutants dropout window   those whose name matches one of these
-    python -m tests.mutants --check          only that each is one place of its file
+    python -m tests.mutants --check          only that each has one place
     python -m tests.mutants --clean          the same tests without any fault must pass
 
 The exit code is 1 if a fault survives without a reason, or could not be judged.
@@ -27,22 +27,41 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("jax_flash2", "pallas_kernels")
 # Exit codes of pytest; by others it could not run what was asked for.
 _PASSED, _FAILED = 0, 1
+
+
+class Place(NamedTuple):
+    """Where a fault's text stands: from `start` to `end` of a file."""
+
+    file: str
+    start: int
+    end: int
+
+
+def sources(folder: Path) -> dict[str, str]:
+    """The text of every file of the two packages, by its path from the folder."""
+    files = (x for package in PACKAGES for x in (folder / package).rglob("*.py"))
+    return {x.relative_to(folder).as_posix(): x.read_text() for x in sorted(files)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     """A fault, and the tests that should see it.
 
+    Its text is looked for in both packages, so that code may move from file to file and
+    be indented otherwise. Where several places have the text, `file` decides.
+
     Attributes:
       name: what is wrong.
-      file: where, from the root of the project.
-      old: text that is in the file exactly once.
+      file: where it was written for, from the root of the project.
+      old: text of one place; lines after the first may be indented otherwise.
       new: what replaces it.
       tests: arguments of pytest.
       lives: why it may survive these tests, where it may.
@@ -55,19 +74,43 @@ class Mutant:
     tests: str
     lives: str | None = None
 
-    def applied(self, text: str) -> str:
-        """The text of the file with the fault.
+    def place(self, texts: Mapping[str, str]) -> Place:
+        """The one place that has the text, in these files.
 
         Raises:
-          ValueError: if the place is not one.
+          ValueError: if there is none, or several that `file` does not tell apart.
         """
-        count = text.count(self.old)
-        if count != 1 or self.old == self.new:
+        # However lines are indented.
+        lines = (re.escape(x.lstrip(" ")) for x in self.old.split("\n"))
+        pattern = r"\n *".join(lines)
+        found = [
+            Place(file, *match.span())
+            for file, text in texts.items()
+            for match in re.finditer(pattern, text)
+        ]
+        found = [x for x in found if x.file == self.file] or found
+        if len(found) != 1 or self.old == self.new:
             raise ValueError(
-                f"{self.name}: {self.file} must hold this text once, and holds it "
-                f"{count} times: {self.old!r}"
+                f"{self.name}: one place of {self.file} or of the packages must hold "
+                f"this text, and {len(found)} do: {self.old!r}"
             )
-        return text.replace(self.old, self.new)
+        return found[0]
+
+    def applied(self, text: str, place: Place) -> str:
+        """The text of the place's file with the fault."""
+        there, new = text[place.start : place.end], self.new
+        if "\n" in self.old:
+            moved = _indent(there) - _indent(self.old)
+            first, *rest = new.split("\n")
+            rest = [" " * (moved + _indent("\n" + x)) + x.lstrip(" ") for x in rest]
+            new = "\n".join([first, *rest])
+        return text[: place.start] + new + text[place.end :]
+
+
+def _indent(text: str) -> int:
+    """Spaces that the second line of a text begins with."""
+    second = text.split("\n")[1]
+    return len(second) - len(second.lstrip(" "))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +142,11 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
     found = []
     names = [mutant.name for mutant in mutants]
     found += [f"{x}: a name of two" for x in sorted(set(names)) if names.count(x) > 1]
+    texts = sources(ROOT)
     for mutant in mutants:
         try:
-            mutant.applied((ROOT / mutant.file).read_text())
-        except (OSError, ValueError) as error:
+            mutant.place(texts)
+        except ValueError as error:
             found.append(str(error))
     return found
 
@@ -150,10 +194,11 @@ def run_tests(folder: Path, tests: str, timeout: float) -> tuple[int | None, str
 
 def judged(mutant: Mutant, folder: Path, timeout: float) -> Verdict:
     """Makes the fault in a copy of the project, runs its tests, takes it back."""
-    path = folder / mutant.file
-    text = path.read_text()
+    texts = sources(folder)
+    place = mutant.place(texts)
+    path, text = folder / place.file, texts[place.file]
     start = time.monotonic()
-    path.write_text(mutant.applied(text))
+    path.write_text(mutant.applied(text, place))
     try:
         code, words = run_tests(folder, mutant.tests, timeout)
     finally:
