@@ -110,7 +110,7 @@ class _Plan:
     @classmethod
     def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Plan:
         operands = [*operands, *jax.tree.leaves(spec)]
-        unmasked = not spec.masks and spec.score.bias is None and spec.sink is None
+        unmasked = not spec.masks and not spec.score.may_mask and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
         if blocks is not None:
@@ -418,12 +418,12 @@ def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, prec
         again = recompute(pairs, pairs.scores_of(qk, q.dtype), starts)
         dropped = plan.named(again.dropped.astype(do.dtype))
         dp = plan.product(do_block, v_block, pair_axes)
-        dz = again.dz(dp, pairs.along(delta_of(again, dp, starts), "t"))
+        pulled = again.pull(dp, pairs.along(delta_of(again, dp, starts), "t"))
         more = {
-            name: summed_to(plan.named(pairs.operand_gradient(name, dz, qk)), own[name])
+            name: summed_to(plan.named(pulled.operand(name, qk)), own[name])
             for name in spec.score.operands
         }
-        dz = plan.named(dz.astype(q.dtype))
+        dz = plan.named(pulled.dz.astype(q.dtype))
         more["dq"] = plan.product(dz, k_block, own["dq"])
         more["dk"] = plan.product(q_left, dz, own["dk"])
         more["dv"] = plan.product(do_left, dropped, own["dv"])

@@ -166,7 +166,7 @@ _TRITON = [
         ),
         (
             "every window reversed",
-            "if spec.later_rows_see_more:",
+            "if spec.traits.cost_grows:",
             "if spec.masks:",
             f"{COUNTS} -k most_keys",
         ),
@@ -247,7 +247,7 @@ _TRITON = [
         "pallas_kernels/tables.py",
         (
             "packed documents in the regime of long rows",
-            "if spec.is_sparse or 4 * keys",
+            "if spec.traits.is_sparse or 4 * keys",
             "if 4 * keys",
             REGIME,
         ),

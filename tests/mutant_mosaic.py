@@ -252,8 +252,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tuning.py",
         (
             "documents at small heads go to these kernels",
-            "if spec.is_sparse and (largest <= 95 or keys",
-            "if spec.is_sparse and (keys",
+            "if spec.traits.is_sparse and (largest <= 95 or keys",
+            "if spec.traits.is_sparse and (keys",
             CHOICE,
         ),
         (
@@ -372,14 +372,14 @@ MUTANTS = [
         ),
         (
             "ALiBi on both sides with the first block's maximum",
-            "return self.score.slopes is not None and not self.keeps_past_only",
-            "return False",
+            "maximum_may_grow for x in terms) and not self.is_causal",
+            "maximum_may_grow for x in terms) and False",
             "tests/test_accumulate.py -k on_both_sides",
         ),
         (
             "rows of unequal lengths said to be sorted",
-            "DataDependent | Lengths) for",
-            "DataDependent) for",
+            "ALL, cost_is_monotone=False, keeps_own_key=own",
+            "ALL, cost_is_monotone=True, keeps_own_key=own",
             SCHEDULE,
         ),
     ),

@@ -15,7 +15,7 @@ from pallas_kernels import device, division
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged

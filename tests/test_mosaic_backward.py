@@ -14,8 +14,8 @@ from jax_flash2 import Blocks, attention, explain
 from pallas_kernels import device
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Window
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.masks import Window
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning

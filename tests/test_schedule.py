@@ -11,9 +11,9 @@ from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
@@ -133,7 +133,7 @@ FOUR = np.zeros(4, np.int32)
 
 
 @pytest.mark.parametrize(
-    ("masks", "offset", "sorted_"),
+    ("masks", "offset", "monotone"),
     [
         ((), None, True),
         ((Window(None, 0),), None, True),
@@ -144,9 +144,9 @@ FOUR = np.zeros(4, np.int32)
         ((SegmentIds(Named(FOUR, ("t",)), Named(FOUR, ("s",))),), None, False),
     ],
 )
-def test_rows_are_sorted(masks, offset, sorted_):
+def test_cost_is_monotone(masks, offset, monotone):
     spec = AttentionSpec(Score(1.0), masks, offset)
-    assert spec.rows_are_sorted == sorted_
+    assert spec.cost_is_monotone == monotone
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ The names of a single attention problem are
 | `k` | key/value heads; query head n reads key/value head n // (N // K) |
 | `h` | head size of query and key |
 | `d` | head size of value and output |
-| `i`, `j` | blocks of query rows and of key rows, in block tables (`core.mask`) |
+| `i`, `j` | blocks of query rows and of key rows, in block tables (`core.masks`) |
 | `y` | parts of the heads and batch entries that a program visits (`division`) |
 | `z` | parts of the blocks that it visits |
 | `w` | sums that a gradient is the sum of (`mosaic_gpu.backward`) |

@@ -98,9 +98,8 @@ def division(call: Call, /) -> tuple[str, ...]:
         return ()
     found = [words("dkv", layout.parts)]
     if call.spec.score.operands and not other_score_gradients(call):
-        _, looped = operand_sum(
-            call.spec.score.bias, passes.axes_of_elements(call.operands)
-        )
+        (operand,) = call.spec.score.operands.values()
+        _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
         tiles = layout_of_dbias(call.operands, _dbias_launch(call), looped)
         found.append(words("dbias", tiles.parts))
     return tuple(filter(None, found))
@@ -109,7 +108,7 @@ def division(call: Call, /) -> tuple[str, ...]:
 def forward(q, k, v, spec, outputs, *, config, precision):
     """Output and log-sum-exp (`backend.Backend`)."""
     blocks = _blocks(Call(q, k, v, spec, config, precision))
-    spec = pairwise.in_words(spec, "s").with_keys()
+    spec = pairwise.in_words(spec, "s").with_keys(sizes([k])["s"])
     spec = _with_table(spec, blocks, sizes([q, k]))
     launch = _launch(blocks, precision, splits=1)
     return forward_kernel(q, k, v, spec, outputs, launch=launch)
@@ -206,7 +205,7 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     else:
         wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
         outputs = wide, of_k, of_v
-        keyed = transposed.with_keys()
+        keyed = transposed.with_keys(call.size["s"])
         dq, *of_keys = backward_kernel(q, k, v, keyed, rows, outputs, launch=launch)
         axes = [None if a == "h" else a for a in of_q.axes]
         dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))

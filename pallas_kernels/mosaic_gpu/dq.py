@@ -52,7 +52,7 @@ def dq(
     """
     blocks = launch.blocks
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, output]
-    by_block = spec.later_rows_see_more
+    by_block = spec.traits.cost_grows
     layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = tuning.head_tiles(layout.size)

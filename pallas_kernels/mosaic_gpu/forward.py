@@ -73,11 +73,11 @@ def forward(
     blocks, arithmetic = launch.blocks, launch.arithmetic
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
     layout = memory.Layout.of(
-        "forward", operands, launch, by_block=spec.later_rows_see_more
+        "forward", operands, launch, by_block=spec.traits.cost_grows
     )
     # Beside a part, keys of other devices travel, which holds some multiprocessors:
     # programs that start late must find their tiles taken.
-    alike = spec.rows_are_sorted and not spec.is_part
+    alike = spec.cost_is_monotone and not spec.is_part
     schedule = Schedule.of(layout.tiles, device.multiprocessors(), alike=alike)
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = memory.forward_tiles(layout.size)
@@ -96,7 +96,7 @@ def forward(
     # From global memory, what keys or pairs have comes while the products are made.
     loads_early = not numbers and any("s" in x.axes for x in jax.tree.leaves(spec))
     # Where all blocks may have masked pairs, they would all have a running maximum.
-    peaks, drops_keys = int(spec.peaks_inside), spec.drops_keys
+    peaks, drops_keys = int(spec.maximum_may_grow), spec.drops_keys
     few_steps = spec.has_mask_of_pairs and not peaks
     more_passes = drops_keys + 1 - peaks
     cleared = 2 * computing + 2  # a named barrier, after those of turns

@@ -49,10 +49,8 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     """
     many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
     # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
-    score = spec.score
-    wants_registers = spec.is_sparse or any(
-        x is not None for x in (spec.dropout, score.bias, score.slopes)
-    )
+    has_operands = any(term.operands for term in spec.score.terms)
+    wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
     return many if keys >= _MANY_KEYS and not wants_registers else few
 
 
@@ -174,15 +172,17 @@ _ENOUGH = 0.8
 
 
 def _has_wide_bias(spec: AttentionSpec) -> bool:
-    return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
+    return any(x.dtype.itemsize > 2 for x in spec.score.pair_operands.values())
 
 
 def _is_causal_with_lengths(spec: AttentionSpec) -> bool:
     """Whether a call has these and nothing else."""
-    score = spec.score
-    others = score.bias, score.slopes, score.soft_cap, spec.dropout, spec.offset
-    is_causal = spec.later_rows_see_more and not spec.is_windowed
-    return is_causal and spec.ends_by_length and all(x is None for x in others)
+    traits = spec.traits
+    is_causal = traits.cost_grows and not traits.is_windowed
+    by_length = all(not any(x.limits) or x.limits.key for x in spec.masks)
+    by_length = by_length and bool(spec.limits("key")) and spec.meets_exactly
+    others = *spec.score.terms, spec.dropout, spec.offset
+    return is_causal and by_length and all(x is None for x in others)
 
 
 def _fewest_keys(call: Call) -> tuple[int, int]:
@@ -190,21 +190,21 @@ def _fewest_keys(call: Call) -> tuple[int, int]:
     spec, largest = call.spec, max(call.head_sizes)
     if _has_wide_bias(spec):
         forward = backward = _FEWEST_OF_OTHERS
-    elif spec.has_bias_of_pairs:
+    elif spec.score.pair_operands:
         forward, backward = _FEWEST_OF_BIASES
         if no_dbias(call) is None:
             backward = _FEWEST_OF_GRADIENTS
     else:
         found = (x for size, x in _FEWEST_KEYS.items() if largest <= size)
         forward, backward = next(found)
-    least = [_FEWEST_OF_WINDOWS] if spec.is_windowed else [0]
+    least = [_FEWEST_OF_WINDOWS] if spec.traits.is_windowed else [0]
     if spec.has_mask_of_pairs or spec.dropout is not None:
         least.append(_FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS)
-    sorted_and_plain = spec.later_rows_see_more and not spec.has_bias_of_pairs
+    sorted_and_plain = spec.traits.cost_grows and not spec.score.pair_operands
     if sorted_and_plain and 63 < largest <= 95:
-        causal = not spec.is_windowed
+        causal = not spec.traits.is_windowed
         forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
-    if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
+    if not (spec.cost_is_monotone or spec.has_mask_of_pairs):
         measured = _is_causal_with_lengths(spec) and 95 < largest <= 128
         of_lengths = _FEWEST_OF_LENGTHS if measured else (_FEWEST_OF_OTHERS,) * 2
         forward, backward = map(max, of_lengths, (forward, backward))
@@ -220,7 +220,7 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     """
     spec, largest = call.spec, max(call.head_sizes)
     keys = spec.mean_keys(call.size["s"])
-    if spec.is_sparse and (largest <= 95 or keys < _FEWEST_OF_DOCUMENTS):
+    if spec.traits.is_sparse and (largest <= 95 or keys < _FEWEST_OF_DOCUMENTS):
         return "most blocks of keys may be skipped"
     if _has_wide_bias(spec) and largest <= 64:
         return "a float32 bias for each pair takes long to load beside small heads"
@@ -319,7 +319,8 @@ _BLOCKS_OF_A_DOCUMENT = 16
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
-    is_short = spec.has_all_rows if spec.is_windowed else spec.is_sparse
+    traits = spec.traits
+    is_short = spec.has_all_rows if traits.is_windowed else traits.is_sparse
     return _BLOCKS_OF_A_DOCUMENT if is_short else None
 
 
@@ -344,7 +345,7 @@ def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
     Args:
       layout: of the kernel.
     """
-    if spec.is_data_dependent:  # how much there is to do is not known
+    if not spec.meets_exactly:  # how much there is to do is not known
         return 1
     part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
     queries = -(-layout.size["t"] // layout.rows["t"])
@@ -383,10 +384,8 @@ def of_dbias(size: Mapping[str, int]) -> Blocks | None:
 def no_dbias(call: Call) -> str | None:
     """Why there is no kernel for the gradients of the score's operands, or None."""
     score = call.spec.score
-    if list(score.operands) != ["bias"]:
-        return "there is no kernel for gradients of slopes or a traced scale"
-    if not call.spec.has_bias_of_pairs:
-        return "the bias has not an element for each pair"
+    if len(score.operands) != 1 or not score.pair_operands:
+        return "there is a kernel only for one operand, with an element for each pair"
     if call.config is not None and call.config.dbias:
         return "the blocks of `Config` are those of its kernels"
     blocks = of_dbias(call.size)
@@ -415,13 +414,13 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
     width = head_tiles(call.size)
     if call.spec.is_part and not computes_ahead(width):
         return "parts in float32 of heads above 128 do not fit shared memory"
-    if call.spec.score.soft_cap is not None and max(width.values()) in _NO_SOFT_CAP:
+    if call.spec.score.keeps_scores and max(width.values()) in _NO_SOFT_CAP:
         return (
             f"with a soft cap and heads of {call.head_sizes} registers do not suffice"
         )
     if odd := call.spec.odd_stripe(**rows):
         return f"blocks would lie in several stripes of {odd} rows"
-    if call.spec.is_data_dependent:
+    if not call.spec.meets_exactly:
         need = size_of_counts(call.spec, call.size, rows)
         if need > _MOST_COUNTS:
             return f"to order the sums of dq takes {need >> 20} MiB"

@@ -112,7 +112,6 @@ def division(call: Call, /) -> tuple[str, ...]:
     """How the work of each kernel is divided, in words, where it is."""
     whole = call.query, call.key, call.value, call.spec
     packing = Packing.of(call.query, call.key, call.spec)
-    bias = call.spec.score.bias
     found = []
     for kernel in tuning.kernels(_head_blocks([call.query, call.value])):
         options = {}
@@ -121,10 +120,11 @@ def division(call: Call, /) -> tuple[str, ...]:
             found.append(f"forward: {packing.heads.group} heads of a group as rows")
             arrays, spec = [packing.array(x) for x in arrays], packing.spec(spec)
         if kernel == "dbias":
-            if bias is None or not {"t", "s"} <= set(bias.axes):
+            operands = list(call.spec.score.pair_operands.values())
+            if not operands:
                 continue  # made for every head and batch entry
             elements = passes.axes_of_elements(call.operands)
-            own, looped = operand_sum(bias, elements)
+            own, looped = operand_sum(operands[0], elements)
             options = {"own": own, "looped": looped}
         launch = _launch(kernel, call.config, call.precision, arrays, spec)
         operands = [*arrays, *jax.tree.leaves(spec)]

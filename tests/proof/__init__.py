@@ -94,8 +94,8 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     o, lse, do, dlse = map(whole.all, saved, ("td", "t", "td", "t"))
     delta = flash2.delta(o, lse, do, dlse)
     again = whole.pairs.recompute(whole.scores, flash2.lse_log2(lse)[..., None])
-    dz = again.dz(whole.dot(do, whole.v.mT), delta[..., None])
-    unit, low = whole.spec.gradient_unit, dz.astype(q.dtype)
+    pulled = again.pull(whole.dot(do, whole.v.mT), delta[..., None])
+    unit, low = whole.spec.gradient_unit, pulled.dz.astype(q.dtype)
     found = [
         (whole.dot(low, whole.k) * unit, "th"),
         (whole.dot(low.mT, whole.q) * unit, "sh"),
@@ -103,8 +103,8 @@ def backward(q, k, v, spec, saved, outputs, *, config, precision):
     ]
     qk = whole.dot(whole.q, whole.k.mT)
     for name in spec.score.operands:
-        of_pairs = whole.pairs.operand_gradient(name, dz, qk) * spec.dropout_scale
-        found.append((jnp.broadcast_to(of_pairs, dz.shape), "ts"))
+        of_pairs = pulled.operand(name, qk) * spec.dropout_scale
+        found.append((jnp.broadcast_to(of_pairs, qk.shape), "ts"))
     if spec.sink is not None:
         sink = whole.heads.split(spec.sink)
         rows = (Named(x, whole.axes("t")) for x in (lse, delta))
