@@ -108,8 +108,8 @@ MUTANTS = [
         ),
         (
             "the sign of the slopes' gradient",
-            "-ds * setting.place.distance",
-            "ds * setting.place.distance",
+            "-ds * setting.distance",
+            "ds * setting.distance",
             rule("alibi_alone"),
         ),
         (

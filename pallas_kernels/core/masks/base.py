@@ -163,7 +163,21 @@ class Atom(abc.ABC):
 
     Methods that take or give `Named` are called where operands are whole arrays. The
     others run in kernels, too, where fields hold what a block needs of them.
+
+    Attributes:
+      traits: what is known of the atom without data.
+      limits: from which rows on all are padding, whose values must not be touched.
+      has_ranges: whether `kv_range` and `q_range` say which blocks meet, without arrays.
+      ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
+        queries if and only if that is in the `q_range` of the keys. Ranges that are
+        only safe do not promise that.
     """
+
+    # Class attributes or properties; without one, an AttributeError says so.
+    traits: Traits
+    limits: Limits
+    has_ranges: bool
+    ranges_are_exact: bool
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:
@@ -174,22 +188,12 @@ class Atom(abc.ABC):
           q_pos, kv_pos: the positions of these rows, int32.
         """
 
-    @property
-    @abc.abstractmethod
-    def traits(self) -> Traits:
-        """What is known of the atom without data."""
-
     @abc.abstractmethod
     def mean_keys(self, kv_size: int) -> float:
         """About how many keys a query attends, as far as is known without data.
 
         That is with as many queries as keys, from the same position on.
         """
-
-    @property
-    @abc.abstractmethod
-    def limits(self) -> Limits:
-        """From which rows on all are padding, whose values must not be touched."""
 
     @abc.abstractmethod
     def attended_keys(self, positions: Positions, kv_size: int) -> Named | None:
@@ -201,20 +205,6 @@ class Atom(abc.ABC):
         Returns:
           A boolean array with `s` among its axes, or without it if all keys are alike;
           or None.
-        """
-
-    @property
-    @abc.abstractmethod
-    def has_ranges(self) -> bool:
-        """Whether `kv_range` and `q_range` say which blocks meet, without arrays."""
-
-    @property
-    @abc.abstractmethod
-    def ranges_are_exact(self) -> bool:
-        """Whether a block of keys meets a block of queries if and only if it is met.
-
-        `kv_range` of the queries then has the keys if and only if `q_range` of the keys
-        has the queries. Ranges that are only safe do not promise that.
         """
 
     def kv_range(self, q_lo, q_hi, positions: Positions, size: int) -> Range:
@@ -380,8 +370,9 @@ class Either(_Combined):
         return Limits()  # what is padding for one may be none for the other
 
     def attended_keys(self, positions: Positions, kv_size: int) -> Named | None:
-        found = [_all_attended(atom, positions, kv_size) for atom in self._atoms]
-        return None if None in found else joined(operator.or_, found)
+        found = (_all_attended(atom, positions, kv_size) for atom in self._atoms)
+        kept = [x for x in found if x is not None]
+        return joined(operator.or_, kept) if len(kept) == 2 else None
 
     def _of_ranges(self, first: Range, second: Range, size: int) -> Range:
         """The hull, and of what is full the longer part."""
@@ -389,11 +380,11 @@ class Either(_Combined):
         lo = minimum(*(x.need_lo + where(x.count <= 0, size) for x in (first, second)))
         hi = maximum(*(where(x.count > 0, x.need_hi) for x in (first, second)))
         one, other = (x.full_hi - x.full_lo for x in (first, second))
-        full = (
+        full_lo, full_hi = (
             where(one >= other, a) + where(one < other, b)
             for a, b in zip(first[1:3], second[1:3], strict=True)
         )
-        return everything(0, size) & Range(lo, *full, hi)
+        return everything(0, size) & Range(lo, full_lo, full_hi, hi)
 
     def block_relation(self, tiling: Tiling) -> Relation:
         first, second = (atom.block_relation(tiling) for atom in self._atoms)

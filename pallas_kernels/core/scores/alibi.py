@@ -34,15 +34,15 @@ class Alibi(Term):
         if setting.is_separable and place.is_causal:
             x, row = scores.x + slopes * place.key, slopes * place.query
             return scores._replace(x=x, row=row)
-        return scores._replace(x=scores.x - slopes * place.distance)
+        return scores._replace(x=scores.x - slopes * setting.distance)
 
     def pull(self, ds, kept, setting, may_mask):
         return ds
 
     def pull_operand(self, name, ds, kept, setting):
-        return -ds * setting.place.distance
+        return -ds * setting.distance
 
     def push(self, ds, tangents, kept, setting):
         if "slopes" not in tangents:
             return ds
-        return ds - tangents["slopes"] * setting.place.distance
+        return ds - tangents["slopes"] * setting.distance

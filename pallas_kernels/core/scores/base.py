@@ -65,6 +65,12 @@ class Setting(NamedTuple):
     tanh: Callable = jnp.tanh
     is_separable: bool = False
 
+    @property
+    def distance(self) -> jax.Array:
+        """Of the pairs (`PairPositions.distance`), for terms that are positional."""
+        assert self.place is not None
+        return self.place.distance
+
 
 @dataclasses.dataclass(frozen=True)
 class TermTraits:
@@ -89,25 +95,23 @@ class TermTraits:
 
 
 class Term(abc.ABC):
-    """A term of the score: a frozen dataclass that is a pytree (`term_dataclass`)."""
+    """A term of the score: a frozen dataclass that is a pytree (`term_dataclass`).
 
-    @property
-    @abc.abstractmethod
-    def traits(self) -> TermTraits:
-        """What it says of itself."""
+    Attributes:
+      traits: what is known of it without data.
+      kept: what `pull` and the others are given: the argument of `apply`, its result,
+        or nothing. A tile of it is held until then. The result of the last term is
+        there anyway.
+    """
+
+    # Class attributes or properties; without one, an AttributeError says so.
+    traits: TermTraits
+    kept: Kept
 
     @property
     @abc.abstractmethod
     def operands(self) -> Mapping[str, Any]:
         """Its fields that have gradients, by the names that no other term has."""
-
-    @property
-    @abc.abstractmethod
-    def kept(self) -> Kept:
-        """What `pull` and the others are given: the argument of `apply`, or its result.
-
-        A tile of it is held until then. The result of the last term is there anyway.
-        """
 
     @abc.abstractmethod
     def apply(self, scores: Scores, setting: Setting) -> Scores:
