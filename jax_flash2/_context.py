@@ -111,7 +111,7 @@ def on_mesh(
     if division is None or "t" not in division.along:
         return None
     context = Context(division.along["t"], None)
-    tree = jax.tree.structure(call.spec)
+    tree = jax.tree.structure(call)
 
     def keys_of_all(axes: Axes) -> Axes:
         return tuple(ALL_KEYS if a == "s" and "t" in axes else a for a in axes)
@@ -119,11 +119,8 @@ def on_mesh(
     operands = [Named(x.value, keys_of_all(x.axes)) for x in call.operands]
 
     def part(*arrays):
-        q, k, v, *leaves = (
-            Named(x, y.axes) for x, y in zip(arrays, operands, strict=True)
-        )
-        own = Call(q, k, v, tree.unflatten(leaves), call.config, call.precision)
-        return function(own, implementation, context)
+        own = (Named(x, y.axes) for x, y in zip(arrays, operands, strict=True))
+        return function(tree.unflatten(own), implementation, context)
 
     axes = [x.axes for x in operands]
     on_devices = _sharding.on_each_device(division, part, axes, result_axes(call))

@@ -30,13 +30,14 @@ import pallas_kernels.mosaic_gpu as backend
 from jax_flash2 import _api, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
+from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import pairwise, support
 from pallas_kernels.mosaic_gpu.rounds import Taken
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
-GRADIENTS = ("query", "key", "value", "sinks")
+_ARGUMENTS = {"sink": "sinks"}  # of `attention`, for gradients
 IS_SUPPORTED = jax.__version_info__ >= (0, 12)
 
 
@@ -288,9 +289,12 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     q, k, v = arrays
     options = {"bias": None, "mask": None, **defaults, **arguments}
     call = _api._checked(query=q, key=k, value=v, **options)
-    assert backend.unsupported(call) is None
     problem = Problem.of(call, "mosaic_gpu", is_named=True)
-    has_gradients = backend.other_backward(call.of_gradients()) is None
+    names = ("forward", "backward", "operand_gradients")[
+        : 2 + bool(call.spec.score.operands)
+    ]
+    plans = {x: backend.plan(call, x) for x in names}
+    plans = {x: plan for x, plan in plans.items() if not isinstance(plan, Declined)}
 
     @jax.jit
     def run(arrays, cotangents):
@@ -298,28 +302,24 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             operands = list(map(Named, arrays, problem.axes))
             rows = (*batch_axes(operands), "t", "n")
             structs = _operation.forward_outputs(problem, operands)
-            q, k, v, spec = problem.named(arrays)
-            options = {"config": problem.config, "precision": problem.precision}
-            found = backend.forward(q, k, v, spec, structs, **options)
+            call = problem.named(arrays)
+            found = backend.forward(plans["forward"], call, structs)
             o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
             results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
-            if not has_gradients:
+            if "backward" not in plans:
                 return results
             do, dlse = cotangents
             saved = (
                 *(o, lse, Named(Named(do, (*rows, "d")).to(o.axes), o.axes)),
                 Named(Named(dlse, rows).to(lse.axes), lse.axes),
             )
-            outputs = list(_operation.backward_outputs(problem, [*operands, *saved]))
-            names = ["query", "key", "value"]
-            if spec.score.operands:
-                if backend.other_score_gradients(call.of_gradients()) is None:
-                    names.append("bias")
-                else:
-                    del outputs[3 : 3 + len(spec.score.operands)]
-            names.append("sinks")
-            found = backend.backward(q, k, v, spec, saved, outputs, **options)
-            return results | dict(zip(names, found, strict=False))
+            wanted = _operation.wanted_gradients(problem, [*operands, *saved])
+            made = {
+                n: x for n, x in wanted.items() if n not in call.spec.score.operands
+            }
+            made = wanted if "operand_gradients" in plans else made
+            found = backend.backward(plans, call, saved, made)
+            return results | {_ARGUMENTS.get(n, n): x for n, x in found.items()}
 
     results = run(tuple(x.value for x in call.operands), cotangents)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}

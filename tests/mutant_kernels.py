@@ -424,7 +424,7 @@ _PLAIN_JAX = [
         ),
         (
             "a group's key gradients not scaled",
-            'if name in ("dq", "dk"):',
+            'if name in ("query", "key"):',
             'if name == "dq":',
             rule("plain", backend="xla_blocks"),
         ),

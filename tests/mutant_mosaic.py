@@ -21,8 +21,8 @@ MUTANTS = [
         "jax_flash2/_backends.py",
         (
             "gradients leave a backend that the caller names",
-            "if is_named or reason(",
-            "if reason(",
+            "own.slower and serves and not is_named",
+            "own.slower and serves",
             CHOICE,
         ),
     ),

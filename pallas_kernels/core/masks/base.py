@@ -167,7 +167,7 @@ class Atom(abc.ABC):
     Attributes:
       traits: what is known of the atom without data.
       limits: from which rows on all are padding, whose values must not be touched.
-      has_ranges: whether `kv_range` and `q_range` say which blocks meet, without arrays.
+      has_ranges: whether `kv_range` and `q_range` say, without arrays, what meets.
       ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
         queries if and only if that is in the `q_range` of the keys. Ranges that are
         only safe do not promise that.
