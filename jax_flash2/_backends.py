@@ -8,11 +8,12 @@ code. A backend that cannot be imported serves no call, and the others go on.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import importlib
 import inspect
-import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -82,8 +83,34 @@ def module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name].module))
 
 
+_plans: contextvars.ContextVar[dict | None] = contextvars.ContextVar("plans")
+
+
+@contextlib.contextmanager
+def remembering():
+    """While a program is lowered, or a call is traced, each plan is made once."""
+    if _plans.get(None) is not None:
+        yield
+        return
+    token = _plans.set({})
+    try:
+        yield
+    finally:
+        _plans.reset(token)
+
+
 def plan(name: str, call: Call, pass_: Pass) -> Plan | Declined:
     """The plan of a backend for a pass of a call, or why it makes none."""
+    known = _plans.get(None)
+    if known is None:
+        return _new_plan(name, call, pass_)
+    key = name, pass_, call.static, device.target()
+    if key not in known:
+        known[key] = _new_plan(name, call, pass_)
+    return known[key]
+
+
+def _new_plan(name: str, call: Call, pass_: Pass) -> Plan | Declined:
     why_not = _why_not_here(name, call)
     if why_not is not None:
         return Declined(why_not)
@@ -133,24 +160,21 @@ def served(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made]:
 
 def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Declined:
     """The first backend of a platform, from `name` on, that makes a pass."""
-    platform, names = BACKENDS[name].platform, list(BACKENDS)
-    after = names[names.index(name) :]
-    others = [x for x in after if x == name or BACKENDS[x].platform == platform]
-    if platform is None:
-        others = [name]
-    plans = {x: plan(x, call, pass_) for x in others}
+    after = list(BACKENDS)[list(BACKENDS).index(name) :]
+    platform = BACKENDS[name].platform
+    others = [x for x in after if BACKENDS[x].platform == platform]
     passed_over = {}
-    for i, x in enumerate(others):
-        own, following = plans[x], others[i + 1 : i + 2]
+    for i, x in enumerate(others if platform else [name]):
+        own = plan(x, call, pass_)
         if isinstance(own, Declined):
             passed_over[x] = own.reason
             continue
-        serves = any(not isinstance(plans[other], Declined) for other in following)
-        if own.slower and serves and not is_named:
-            passed_over[x] = own.slower
+        following = [] if is_named or not own.slower else others[i + 1 : i + 2]
+        if any(not isinstance(plan(y, call, pass_), Declined) for y in following):
+            passed_over[x] = str(own.slower)
             continue
         return Made(x, own, passed_over)
-    why = "; ".join(f"{x!r}: {text}" for x, text in passed_over.items())
+    why = "; ".join(f"{x}: {text}" for x, text in passed_over.items())
     return Declined(f"no kernel makes its gradients: {why}")
 
 
@@ -206,12 +230,14 @@ def choose(implementation: str | None, call: Call) -> str:
     Raises:
       ValueError: if the backend asked for cannot serve the call, or none can.
     """
-    chosen = _choice(implementation, call)
-    here = device.platform()
-    kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
-    why_not = {name: reason(name, call) for name in kernels}
-    declined = why_not and all(why_not.values())
-    if implementation is None and declined and BACKENDS[chosen].platform is None:
+    with remembering():
+        chosen = _choice(implementation, call)
+        if implementation is not None or BACKENDS[chosen].platform is not None:
+            return chosen
+        here = device.platform()
+        kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
+        why_not = {name: reason(name, call) for name in kernels}
+    if why_not and all(why_not.values()):
         why = "; ".join(f"{name}: {text}" for name, text in why_not.items())
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than the kernels would "
@@ -237,9 +263,12 @@ def again(name: str, call: Call, *, is_named: bool) -> str:
         raise ValueError(_refusal(name, why_not_here))
     if is_named or BACKENDS[name].has_tangents:
         return name
-    why_not = {x: None if x == name else reason(x, call) for x in BACKENDS}
-    why_not[name] = why_not_here
-    chosen = _first(call, [x for x, why in why_not.items() if why is None])
+
+    def serves(other: str) -> bool:
+        why_not = why_not_here if other == name else reason(other, call)
+        return why_not is None
+
+    chosen = _first(call, serves)
     stays = why_not_here is None and BACKENDS[chosen].has_tangents
     return name if stays else chosen
 
@@ -263,21 +292,28 @@ def _choice(implementation: str | None, call: Call) -> str:
         if why_not is not None:
             raise ValueError(_refusal(implementation, why_not))
         return implementation
-    why = reasons(call)
-    serving = [name for name, why_not in why.items() if why_not is None]
-    if not serving:
-        lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
-        raise ValueError(f"no implementation serves this call: {lines}")
-    return _first(call, serving)
+    try:
+        return _first(call, lambda name: reason(name, call) is None)
+    except StopIteration:
+        why = (f"{name}: {why_not}" for name, why_not in reasons(call).items())
+        raise ValueError(
+            f"no implementation serves this call: {'; '.join(why)}"
+        ) from None
 
 
-def _first(call: Call, serving: list[str]) -> str:
-    """Of the backends that can serve a call."""
+def _first(call: Call, serves: Callable[[str], bool]) -> str:
+    """Of the backends that can serve a call.
+
+    Raises:
+      StopIteration: if there is none.
+    """
     # A backend may be known to be slower than the next one, not than those after that.
+    names = list(BACKENDS)
     return next(
         name
-        for name, following in itertools.pairwise([*BACKENDS, None])
-        if name in serving and (following not in serving or _slower(name, call) is None)
+        for i, name in enumerate(names)
+        if serves(name)
+        and not (_slower(name, call) and any(map(serves, names[i + 1 : i + 2])))
     )
 
 

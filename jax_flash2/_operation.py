@@ -211,7 +211,8 @@ class Operation:
 
     def _eager(self, *arrays, problem, axes, marker):
         del marker
-        with device.lowering_for(device.platform_of(arrays)):
+        where = device.lowering_for(device.platform_of(arrays))
+        with where, _backends.remembering():
             return self._implementation(*arrays, problem=problem, axes=axes)
 
     def _implementation(self, *arrays, problem, axes):
@@ -297,7 +298,7 @@ class Operation:
     def _lower(self, context, *operands, platform=None, **params):
         if platform is None:
             platform, *_ = context.platforms or context.module_context.platforms
-        with device.lowering_for(platform):
+        with device.lowering_for(platform), _backends.remembering():
             return self._lower_there(context, *operands, **params)
 
     def _lower_there(self, context, *operands, problem: Problem, axes, marker):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -42,6 +42,12 @@ class Call:
     def operands(self) -> list[Named]:
         """query, key, value, and the leaves of the spec."""
         return jax.tree.leaves(self)
+
+    @property
+    def static(self) -> Hashable:
+        """All that plans are made of: the tree, and shapes, dtypes and axes."""
+        leaves, tree = jax.tree.flatten(self)
+        return tree, tuple((x.axes, x.shape, x.dtype) for x in leaves)
 
     @property
     def dtype(self):
