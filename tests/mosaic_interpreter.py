@@ -245,11 +245,11 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(device, "shared_memory_limit", lambda: 227 << 10)
     put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
     put(support, "unknown", lambda number: number)
-    put(support, "anywhere", lambda me, flags: jnp.sum(flags))
+    put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
     put(Taken, "take", _take)
-    put(support, "same", lambda number: number)
+    put(support, "warp_uniform", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms

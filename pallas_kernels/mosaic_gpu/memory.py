@@ -387,8 +387,12 @@ def call(
         nothing = lax.shift_right_logical(lax.axis_index("program"), jnp.int32(31))
         arrays = zip(refs, axes, boolean, strict=False)
         views = [View(ref, a, block, nothing, b) for ref, a, b in arrays]
-        own = shared_tree.unflatten(refs[len(axes) :])
-        own = support.by_name(own, scratch)
+        forms = zip(shared, refs[len(axes) :], strict=True)
+        own = shared_tree.unflatten(
+            tuple(ref) if isinstance(x, plgpu.RefUnion) else ref for x, ref in forms
+        )
+        if isinstance(scratch, Mapping):
+            own = support.by_name(own, scratch)
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 
     body.__name__ = body.__qualname__ = name

@@ -9,7 +9,7 @@ those of the next program on a multiprocessor cannot.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,12 +87,12 @@ class Taken:
         return self.numbers.shape[0] - self.schedule.most_rounds + r
 
     def tile(self, r):
-        return support.same(self.numbers[self._place(r)])
+        return support.warp_uniform(self.numbers[self._place(r)])
 
     def take(self, r) -> None:
         @pl.when(self._may_be(r))
         def _():
-            support.take(self.counter, self.numbers.at[self._place(r)])
+            support.fetch_add(self.counter, self.numbers.at[self._place(r)])
             plgpu.barrier_arrive(self.here.at[r])
 
     def wait_for(self, r) -> None:
@@ -126,24 +126,13 @@ class Taken:
         return lax.fori_loop(jnp.int32(0), most, one, (first, state))[1]
 
 
-def of(schedule: Schedule, program, refs: Mapping[str, Any]) -> Dealt | Taken:
-    """All rounds of a program, which has `shared` memory."""
-    if schedule.dealt:
-        return Dealt.of(schedule, program)
-    return Taken.of(schedule, refs["numbers of rounds"], refs["taken"])
-
-
-def shared(schedule: Schedule, passes: int, warpgroups: int) -> dict[str, Any]:
-    """Numbers: rounds left to later passes, by warpgroup; and what `Taken` has.
+def of(schedule: Schedule, program, numbers, taken) -> Dealt | Taken:
+    """All rounds of a program.
 
     Args:
-      passes: how many may come after the first.
-      warpgroups: that compute.
+      numbers: int32 in shared memory; the last ones are for the tiles that it takes.
+      taken: a barrier for each of these.
     """
-    count = max(passes, 1)
-    taken = 0 if schedule.dealt else schedule.most_rounds
-    refs = {
-        "numbers of rounds": plgpu.SMEM((count * warpgroups + taken,), jnp.int32),
-        "walked": plgpu.Barrier(num_barriers=count, num_arrivals=warpgroups),
-    }
-    return refs | ({"taken": plgpu.Barrier(num_barriers=taken)} if taken else {})
+    if schedule.dealt:
+        return Dealt.of(schedule, program)
+    return Taken.of(schedule, numbers, taken)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -238,7 +237,7 @@ def finish_loads() -> None:
     issue()
 
 
-def take(counter, into) -> None:
+def fetch_add(counter, into) -> None:
     """Adds 1 to a counter in global memory; what it was goes to shared memory.
 
     Each taker gets a number of its own, which all threads of its warpgroup may then
@@ -264,7 +263,7 @@ def take(counter, into) -> None:
     issue(counter, into)
 
 
-def same(number: jax.Array) -> jax.Array:
+def warp_uniform(number: jax.Array) -> jax.Array:
     """A number that all threads of the warpgroup have, as the compiler must see.
 
     It puts products in sequence where threads may take branches apart (ptxas C7520).
@@ -288,7 +287,7 @@ def pointer(ref: ir.Value, space: int = _GLOBAL) -> ir.Value:
     return llvm.addrspacecast(kind, utils.memref_ptr(ref))
 
 
-def anywhere(me, flags: jax.Array) -> jax.Array:
+def warpgroup_any(me, flags: jax.Array) -> jax.Array:
     """In how many threads of this warpgroup a row's flag is set, for all of them.
 
     `jnp.max` would not do: it goes through shared memory that all warpgroups have in
@@ -324,35 +323,3 @@ def anywhere(me, flags: jax.Array) -> jax.Array:
 def _element(register: ir.Value) -> ir.Value:
     """Of a vector of one."""
     return vector.extract(register, [], [0])
-
-
-class Turns:
-    """Warpgroups that take turns: each issues its products while the others compute.
-
-    Their barriers only order what would be right in any order.
-
-    Args:
-      count: of the warpgroups that take turns, the first ones.
-      warpgroups: all of the kernel.
-    """
-
-    def __init__(self, count: int, warpgroups: int):
-        self.count = count
-        self._first = warpgroups + 1
-
-    def _bar(self, instruction: str, whose) -> None:
-        named_barrier(instruction, jnp.int32(self._first) + whose, warpgroups=2)
-
-    def start(self, me) -> None:
-        """Once, by every warpgroup: the first has the first turn."""
-
-        @pl.when(me == self.count - 1)
-        def _():
-            self._bar("arrive", jnp.int32(0))
-
-    def wait(self, me) -> None:
-        """Until it is this warpgroup's turn."""
-        self._bar("sync", me)
-
-    def pass_on(self, me) -> None:
-        self._bar("arrive", lax.rem(me + 1, jnp.int32(self.count)))
