@@ -32,7 +32,7 @@ from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import pairwise, support
-from pallas_kernels.mosaic_gpu.rounds import Taken
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
@@ -72,17 +72,17 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
-def _take(rounds: Taken, r) -> None:
+def _take(tiles: DynamicTiles, slot) -> None:
     """One outcome of many: the first program takes as many tiles as it may.
 
     The next ones take what is left, the last ones nothing.
     """
-    most = rounds.schedule.most_rounds
+    most = tiles.schedule.most_tiles
 
-    @pl.when(r < most)
+    @pl.when(slot < most)
     def _():
-        rounds.numbers[rounds._place(r)] = lax.axis_index("program") * most + r
-        plgpu.barrier_arrive(rounds.here.at[r])
+        tiles.words[tiles._word(slot)] = lax.axis_index("program") * most + slot
+        plgpu.barrier_arrive(tiles.taken.at[slot])
 
 
 def _store(ref, x) -> None:
@@ -248,7 +248,7 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
-    put(Taken, "take", _take)
+    put(DynamicTiles, "take", _take)
     put(support, "warp_uniform", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
 A work tile is a block of query rows of one head and batch entry. A thread block goes
-through several (`rounds`, `schedule.Schedule`; `memory.Layout` for their order).
+through several (`tile_scheduler`; `memory.Layout` for their order).
 
 It has warpgroups that compute, of 64 query rows each, and one that only loads:
 
@@ -59,15 +59,13 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import early, memory, rounds, support
+from pallas_kernels.mosaic_gpu import early, memory, support
 from pallas_kernels.mosaic_gpu.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
 from pallas_kernels.mosaic_gpu.forward_program import Program
-from pallas_kernels.mosaic_gpu.schedule import has
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
 from pallas_kernels.mosaic_gpu.tuning import REGISTERS, ROWS
 from pallas_kernels.program import Where, query_rows
-
-Tiles = rounds.InSet | rounds.Taken
 
 
 def forward(
@@ -106,7 +104,7 @@ def forward(
         scratch=plan.storage.declare(),
         warpgroups=plan.consumers + 1,
         name="flash2_forward",
-        programs=plan.schedule.programs,
+        programs=plan.schedule.thread_blocks,
     )
     return tuple(x.value for x in found)
 
@@ -119,33 +117,32 @@ def load(program: Program) -> None:
     plan, scheduler = program.plan, program.scheduler
     plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
 
-    def first_pass(r, loaded):
-        loaded = load_tile(program, plan.all_running, r, loaded)
-        scheduler.take(r + 1)
+    def first_pass(slot, loaded):
+        loaded = load_tile(program, plan.all_running, slot, loaded)
+        scheduler.take(slot + 1)
         return loaded
 
     def retry(number, all_running, loaded):
-        unfinished = rounds.InSet(plan.schedule, program.unfinished(number))
         visit = functools.partial(load_tile, program, all_running)
-        return unfinished.fold(visit, loaded)
+        return program.unfinished(number).fold(visit, loaded)
 
     scheduler.take(0)
     program.retries(retry, scheduler.fold(first_pass, jnp.int32(0)))
 
 
-def load_tile(program: Program, all_running, r, loaded):
+def load_tile(program: Program, all_running, slot, loaded):
     """Fills the pipelines with the keys and values of a work tile.
 
     Args:
       all_running: as for `Program.key_blocks`.
-      r: the number of the work tile.
+      slot: of the thread block, which has the work tile.
       loaded: how many blocks of keys were loaded before.
 
     Returns:
       How many have been loaded now.
     """
     refs, consumers = program.refs, program.plan.consumers
-    tile = program.work_tile(r)
+    tile = program.work_tile(slot)
     blocks, count = program.key_blocks(tile, all_running)
 
     @pl.loop(0, count)
@@ -177,7 +174,7 @@ def compute(program: Program) -> None:
     def retry(number, all_running, state):
         refs.tile_words.ref[number * plan.consumers + me] = state[1]
         plgpu.barrier_arrive(refs.pass_done.at[number])
-        tiles = rounds.InSet(plan.schedule, program.unfinished(number))
+        tiles = program.unfinished(number)
         visit = functools.partial(attend, program, no_keys, tiles, all_running)
         return tiles.fold(visit, state)
 
@@ -190,7 +187,12 @@ def compute(program: Program) -> None:
 
 
 def attend(
-    program: Program, no_keys: flash2.State, tiles: Tiles, all_running, r, state
+    program: Program,
+    no_keys: flash2.State,
+    tiles: TileSet | DynamicTiles,
+    all_running,
+    slot,
+    state,
 ):
     """One work tile of a pass: its attention, and its output where that is right.
 
@@ -198,7 +200,7 @@ def attend(
       no_keys: the state of rows that have met no keys.
       tiles: those of the pass.
       all_running: as for `Program.key_blocks`.
-      r: the number of the work tile.
+      slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, and the set of tiles that
         this warpgroup has not finished.
 
@@ -208,7 +210,7 @@ def attend(
     plan, me = program.plan, program.warpgroup
     first, unfinished = state
     is_first_pass = tiles is program.scheduler
-    tile = program.work_tile(r)
+    tile = program.work_tile(slot)
     blocks, count = program.key_blocks(tile, all_running)
     edges, start = jnp.int32(blocks.edges), tile.start + me * ROWS
     running = 1 + all_running * (edges - 1) if plan.one_running else edges
@@ -216,11 +218,11 @@ def attend(
 
     def fetch_next():
         if is_first_pass:
-            program.scheduler.wait_for(r + 1)
-        pl.when(tiles.has_next(r))(lambda: fetch_queries(program, r + 1))
+            program.scheduler.wait_for(slot + 1)
+        pl.when(tiles.has_next(slot))(lambda: fetch_queries(program, slot + 1))
 
     # After the tile before this one, these queries were fetched.
-    pl.when(~tiles.has_last(r))(lambda: fetch_queries(program, r))
+    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = KeyLoop(
         program,
@@ -240,10 +242,10 @@ def attend(
 
     good = is_right(loop, sums, start, is_first_pass)
     if is_first_pass:
-        unfinished |= (~good).astype(jnp.int32) << r
+        unfinished |= (~good).astype(jnp.int32) << slot
     else:
-        good &= has(unfinished, r)
-        unfinished &= ~(good.astype(jnp.int32) << r)
+        good &= has(unfinished, slot)
+        unfinished &= ~(good.astype(jnp.int32) << slot)
     pl.when(good)(functools.partial(store, program, spec, where, sums))
     if not plan.output_columns:
         wait_until_stored()
@@ -251,9 +253,9 @@ def attend(
     return first + count, unfinished
 
 
-def fetch_queries(program: Program, r) -> None:
-    """Loads this warpgroup's queries of work tile r."""
-    tile, me = program.work_tile(r), program.warpgroup
+def fetch_queries(program: Program, slot) -> None:
+    """Loads this warpgroup's queries of the work tile in a slot."""
+    tile, me = program.work_tile(slot), program.warpgroup
     rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
     plgpu.commit_smem()  # all of its warps have read the last queries
     queries, full = program.refs.q.copied.at[me], program.refs.q_full.at[me]

@@ -24,8 +24,8 @@ from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import early, memory, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
-from pallas_kernels.mosaic_gpu.schedule import MOST_ROUNDS, Schedule
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
+from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES, Schedule
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 MOST_WARPGROUPS = 3  # that compute
@@ -44,7 +44,8 @@ class Refs:
       k: keys, [block_kv, H] in each stage.
       lse: log-sum-exps, [ROWS] of each computing warpgroup.
       tile_words: int32 numbers of the tile scheduler. First come the unfinished tiles,
-        a set of each warpgroup for each retry; then the tiles that were taken.
+        a set of slots of each warpgroup for each retry. Then come the tiles that were
+        taken, one for each slot.
       o: output, [ROWS, output columns] of each computing warpgroup; None if output is
         written over the queries.
       pair_values: values with one element for each pair, [ROWS, block_kv] of each
@@ -96,7 +97,7 @@ class Storage:
     output_columns: int = 0
     pair_values: Any = None
     retries: int = MOST_RETRIES
-    taken_tiles: int = MOST_ROUNDS
+    taken_tiles: int = MOST_TILES
     size: Mapping[str, int] | None = None
 
     @property
@@ -265,15 +266,18 @@ class Plan:
         )
         # In ring attention a collective occupies some multiprocessors. Thread blocks
         # that start late must find their tiles taken.
-        alike = spec.rows_are_sorted and not spec.is_part
-        schedule = Schedule.of(layout.tiles, device.multiprocessors(), alike=alike)
+        schedule = Schedule.of(
+            layout.tiles,
+            device.multiprocessors(),
+            uniform_cost=spec.rows_are_sorted and not spec.is_part,
+        )
         all_running, drops_keys = int(spec.peaks_inside), spec.drops_keys
         dtypes = operands[2].dtype, outputs[0].dtype
         storage = _storage(spec, layout, dtypes, launch.blocks)
         storage = dataclasses.replace(
             storage,
             retries=drops_keys + 1 - all_running,
-            taken_tiles=0 if schedule.dealt else schedule.most_rounds,
+            taken_tiles=0 if schedule.is_static else schedule.most_tiles,
         )
         of_keys = any("s" in x.axes for x in jax.tree.leaves(spec))
         barriers = NamedBarriers(storage.consumers + 1)

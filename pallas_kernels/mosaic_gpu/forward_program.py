@@ -16,8 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
-from pallas_kernels.mosaic_gpu import memory, rounds
+from pallas_kernels.mosaic_gpu import memory
 from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.tile_scheduler import (
+    DynamicTiles,
+    StaticTiles,
+    TileSet,
+    tiles_of,
+)
 from pallas_kernels.program import Where, key_blocks, query_start
 
 
@@ -58,18 +64,18 @@ class Program:
     lse: memory.View
     refs: Refs
     warpgroup: jax.Array
-    scheduler: rounds.Dealt | rounds.Taken
+    scheduler: StaticTiles | DynamicTiles
 
     @classmethod
     def of(cls, plan: Plan, inputs, outputs, refs: Refs) -> Program:
-        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("program")
+        warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         words, taken = refs.tile_words.ref, refs.tile_taken
-        scheduler = rounds.of(plan.schedule, number, words, taken)
+        scheduler = tiles_of(plan.schedule, thread_block, words, taken)
         return cls(plan, *inputs, *outputs, refs, warpgroup, scheduler)
 
-    def work_tile(self, r) -> WorkTile:
-        """The thread block's work tile number r."""
-        tile = self.scheduler.tile(r)
+    def work_tile(self, slot) -> WorkTile:
+        """The work tile in a slot of the thread block."""
+        tile = self.scheduler.tile(slot)
         return WorkTile(*query_start(self.spec, self.plan.layout.at_tile(tile)))
 
     def key_blocks(self, tile: WorkTile, all_running) -> tuple[Range, jax.Array]:
@@ -89,14 +95,15 @@ class Program:
         size = self.plan.block_kv
         return {**where, "s": Rows(block * size, size)}
 
-    def unfinished(self, retry):
-        """The set of tiles that a retry goes through, once the pass before is done."""
+    def unfinished(self, retry) -> TileSet:
+        """The tiles that a retry goes through, once the pass before it is done."""
         plgpu.barrier_wait(self.refs.pass_done.at[retry])
         consumers, words = self.plan.consumers, self.refs.tile_words.ref
         first = retry * consumers
-        return functools.reduce(
+        slots = functools.reduce(
             operator.or_, (words[first + i] for i in range(consumers))
         )
+        return TileSet(self.plan.schedule, slots)
 
     def retries(self, visit: Callable, state):
         """Runs `state = visit(retry, all_running, state)` for passes after the first.

@@ -22,7 +22,7 @@ from pallas_kernels import device, layout
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import pairwise, support
-from pallas_kernels.mosaic_gpu.schedule import heads_together
+from pallas_kernels.mosaic_gpu.tile_scheduler import heads_per_wave
 
 _HEADS = ("h", "d")
 # Bytes of keys and values that the GPU's cache holds beside all else: a third of an
@@ -179,10 +179,10 @@ class Layout(layout.Layout):
             parts = math.prod(self.parts.values())
             rows = self.group * self.size["t"]
             most = _CACHED_SUMS // (rows * (6 * self.size["h"] + 2 * self.size["d"]))
-            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), most)
+            return heads_per_wave(heads, blocks * parts, int(_IN_TURN * programs), most)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
-        return heads_together(heads, blocks, programs, cached)
+        return heads_per_wave(heads, blocks, programs, cached)
 
     @property
     def tiles(self) -> int:
