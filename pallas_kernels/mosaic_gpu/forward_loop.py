@@ -40,9 +40,12 @@ from pallas_kernels.program import pairs as pairs_of_block
 class KeyLoop:
     """A warpgroup's rows of a work tile, and the blocks of keys that they attend.
 
-    Blocks are numbered as the pipelines bring them: this tile's are `first` and those
-    after it. Of the `count` blocks `running` come first, with a running maximum. The
-    others have a fixed one; of these, pairs may be masked in those up to `edges`.
+    Blocks are numbered in the order in which the pipelines bring them, over all work
+    tiles. This one's are the `count` blocks from number `first` on:
+
+        block    first    first + running    first + edges    first + count
+        maximum    |   running   |               fixed               |
+        pairs      |        may be masked          |   not masked    |
 
     Attributes:
       program: the warpgroup's.
@@ -52,7 +55,7 @@ class KeyLoop:
       first: number of the first block.
       count: how many blocks there are.
       edges: in how many of them pairs may be masked.
-      running: how many of these have a running maximum.
+      running: how many of these are taken with a running maximum.
       clears_values: whether values of keys that no query attends become 0 here.
       queries_read: called when no more products read the queries.
       no_keys: the state of rows that have met no keys.

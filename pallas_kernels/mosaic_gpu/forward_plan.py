@@ -38,21 +38,22 @@ _MOST_STAGES = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """Shared memory of a thread block. Fields lie there in this order.
+    """Shared memory of a thread block: the order of the fields is that of addresses.
 
     Attributes:
       k: keys, [block_kv, H] in each stage.
       lse: log-sum-exps, [ROWS] of each computing warpgroup.
-      tile_words: int32 numbers of the tile scheduler. First come the unfinished tiles,
-        a set of slots of each warpgroup for each retry. Then come the tiles that were
-        taken, one for each slot.
+      tile_words: int32. First come the tiles that are unfinished before each retry, a
+        set of slots from each computing warpgroup. Then come the tiles that a dynamic
+        schedule has given this thread block, one for each slot.
       o: output, [ROWS, output columns] of each computing warpgroup; None if output is
         written over the queries.
       pair_values: values with one element for each pair, [ROWS, block_kv] of each
         computing warpgroup; None if TMA brings none. A stage is a warpgroup's.
       q: queries, [ROWS, H] of each computing warpgroup.
       q_full: a barrier of each computing warpgroup, at which its queries arrive.
-      tile_taken: a barrier for each tile that may be taken; None of a static schedule.
+      tile_taken: a barrier for each slot, which has a tile from then on; None if the
+        schedule is static.
       v: values, [block_kv, Hv] in each stage.
       pass_done: a barrier for each retry, at which computing warpgroups arrive when
         they are through the pass before it.
@@ -74,8 +75,8 @@ class Refs:
 class Storage:
     """What decides which tiles and barriers shared memory holds.
 
-    Blocks are chosen before the schedule and the number of retries are known. By
-    default they are those of the kernel that takes the most, by about 300 bytes.
+    Whether blocks fit is asked before the schedule and the number of retries are known.
+    Their defaults are those that take the most barriers, 256 bytes more than the least.
 
     Attributes:
       blocks: of the kernel.
@@ -178,8 +179,9 @@ class Storage:
     def fits_with_pair_values(self, dtype) -> bool:
         """Whether there is room for blocks of values with an element for each pair.
 
-        With one stage there is none: values come before the pairs of their tile, once
-        the last ones have been used, which is after these pairs are.
+        With one stage there is none, since it would be a deadlock: the producer loads
+        the values of a block before its pairs, and waits until the last values have
+        been used, which is after these pairs have been.
         """
         pairs = dataclasses.replace(self.with_output_tile(), pair_values=dtype)
         return self.blocks.num_stages > 1 and pairs.fits

@@ -238,10 +238,10 @@ def finish_loads() -> None:
 
 
 def fetch_add(counter, into) -> None:
-    """Adds 1 to a counter in global memory; what it was goes to shared memory.
+    """Adds 1 to a counter in global memory, and writes its old value to shared memory.
 
-    Each taker gets a number of its own, which all threads of its warpgroup may then
-    read.
+    So each caller gets a number of its own, which all threads of its warpgroup may read
+    after this.
 
     Args:
       counter, into: int32 numbers.
@@ -264,9 +264,10 @@ def fetch_add(counter, into) -> None:
 
 
 def warp_uniform(number: jax.Array) -> jax.Array:
-    """A number that all threads of the warpgroup have, as the compiler must see.
+    """A number that is equal in all threads, so that the compiler sees that it is.
 
-    It puts products in sequence where threads may take branches apart (ptxas C7520).
+    Where threads of a warp may take branches apart, the compiler puts products in
+    sequence (ptxas C7520).
     """
     splat = plgpu.Layout.WG_SPLAT
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
@@ -288,12 +289,11 @@ def pointer(ref: ir.Value, space: int = _GLOBAL) -> ir.Value:
 
 
 def warpgroup_any(me, flags: jax.Array) -> jax.Array:
-    """In how many threads of this warpgroup a row's flag is set, for all of them.
+    """In how many threads of this warpgroup a row's flag is set: 0 if in none.
 
     `jnp.max` would not do: it goes through shared memory that all warpgroups have in
-    common, so that one may read what another one wrote. The shuffle is for the
-    compiler, which must see that threads of a warp do not differ: it puts products in
-    sequence where threads may take branches apart (ptxas C7520).
+    common, so that one may read what another one wrote. The shuffle makes the number
+    `warp_uniform`.
 
     Args:
       me: the number of this warpgroup.
