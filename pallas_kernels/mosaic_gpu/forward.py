@@ -5,12 +5,12 @@ through several (`tile_scheduler`; `memory.Layout` for their order).
 
 It has warpgroups that compute, of 64 query rows each, and one that only loads:
 
-    producer   TMA: k[0] v[0]  k[1] v[1]  k[2] v[2] ...   on into the next work tile
-                         |          |
-               pipelines of num_stages stages [block_kv, H], [block_kv, Hv]
-                         |          |
-    consumer 0   S = Q k[i]' | softmax     | O += P v[i]      next queries, store
-    consumer 1               | S = Q k[i]' | softmax | ...    (ping-pong)
+    producer     copies k[0] v[0] k[1] v[1] k[2] ...  and those of the next work tile
+                        | full    ^ empty
+    pipelines    num_stages x k [block_kv, H]    num_stages x v [block_kv, Hv]
+                        | full    ^ empty
+    consumer 0   products | softmax  | products | softmax  | ...      | store
+    consumer 1            | products | softmax  | products | softmax  | ...
 
 The producer (`load`) brings keys and values into two pipelines, in the order of
 `Range.at`, and runs on into the next work tile while the last one is computed and
@@ -24,25 +24,27 @@ block: then only the first block has a running maximum.
 
 A row may leave the range in which a fixed maximum is exact (`flash2.in_range`). Its
 warpgroup then stores nothing: after its last work tile, the thread block goes through
-the unfinished ones in another pass, a retry, with running maxima alone.
+the unfinished ones in another pass, a retry, with running maxima alone. Values of
+padding, or of keys that no query attends, may be NaN, and 0 times NaN is NaN. Where
+such keys may be and a sum is not finite, a retry comes before that one, which puts
+zeros in the place of these values.
 
-    first pass    fixed maxima                     all work tiles
-    retry         values of dropped keys are 0     tiles with a sum that is not finite
-    last retry    the same, and running maxima     tiles with a row out of range
+    pass          maximum              dropped values   work tiles
+    first         fixed, as above      as they are      all
+    retry         fixed, as above      0                out of range, or not finite
+    last retry    running everywhere   0                still out of range
 
-The middle one is there only if keys may be dropped: values of padding, or of keys that
-no query attends, may be NaN, and 0 times NaN is NaN.
+A step of the loop issues the products of the next keys, then those of the last
+probabilities with their values. While the second run, it computes the next
+probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
+while another multiplies (section 3.1).
 
-A step issues the products of the next keys, then those of the last probabilities with
-their values, and computes the next probabilities while the second run (Shah 2024,
-section 3.2). Warpgroups take turns at this: one computes while another multiplies
-(section 3.1).
-
-Shared memory (`forward_plan.Refs`): q [block_q, H], num_stages times k [block_kv, H],
-v [block_kv, Hv], and o [block_q, Hv] or half of its columns at a time, where that fits
-(`Storage.with_output_tile`): the next queries then come as soon as the last product has
-read these. Else o is written over q. If there is room, values of two bytes with an
-element for each pair come by TMA too, [block_q, block_kv] at a time.
+Shared memory (`forward_plan.Refs`; `Storage.num_bytes` is the sum): q [block_q, H],
+num_stages times k [block_kv, H] and v [block_kv, Hv], and o [block_q, Hv] or half of
+its columns at a time, where that fits (`Storage.with_output_tile`). The next queries
+then come as soon as the last product has read these. Else o is written over q. If there
+is room, values of two bytes with an element for each pair come by TMA too, [block_q,
+block_kv] at a time.
 """
 
 from __future__ import annotations

@@ -367,7 +367,8 @@ def call(
       inputs: a tree of `Named` arrays.
       outputs: shape structs.
       block: of every `View`.
-      scratch: a tree of shared memory and barriers.
+      scratch: a tree of shared memory and barriers (`shared_memory`). The kernel gets
+        the same tree of Refs; of a dict, as `support.by_name` says.
       warpgroups: of a program.
       name: of the kernel in profiles.
       tiles: widths of those of heads.
