@@ -4,16 +4,21 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import device
+from pallas_kernels.mosaic_gpu import shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.forward_plan import Plan, Storage
+from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu, string_attributes
 from tests.modules import without_locations
@@ -74,6 +79,21 @@ def test_shared_memory_is_the_sum_of_what_is_declared(name, monkeypatch):
     (plan,) = plans
     assert int(asked) == plan.storage.num_bytes
     assert plan.storage.fits
+
+
+class Rows(NamedTuple):
+    queries: Tile
+    lse: Tile
+
+
+def test_tiles_that_come_together():
+    """They share two barriers a stage. Forms of a tile lie in the same place."""
+    queries = Tile(support.tile((3, 64, 64), jnp.bfloat16, array=(100, 60)))
+    assert isinstance(queries.forms, plgpu.RefUnion)
+    tiles = Rows(queries, lse=Tile(plgpu.SMEM((3, 64), jnp.float32)))
+    pipeline = Pipeline.declare(tiles, stages=3, readers=2)
+    assert (pipeline.full.num_arrivals, pipeline.empty.num_arrivals) == (2, 2)
+    assert shared_memory.num_bytes(pipeline) == (3 * 64 * 64 * 2) + 1024 + 2 * 3 * 8
 
 
 def test_named_barriers_are_given_out_once():

@@ -31,7 +31,8 @@ class Pipeline:
         consumers  wait for `full`, read the tiles; each warpgroup arrives at `empty`
 
     Attributes:
-      tiles: a `Tile` of shape [stages, ...], or a tree of several.
+      tiles: a `Tile` of shape [stages, ...], or several in a tree, such as a named
+        tuple, in whose order they are copied.
       full: a barrier for each stage, at which every copy arrives.
       empty: a barrier for each stage, at which every reader arrives.
       stages: how many there are.
