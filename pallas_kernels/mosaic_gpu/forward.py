@@ -223,7 +223,7 @@ def attend(
             program.scheduler.wait_for(slot + 1)
         pl.when(tiles.has_next(slot))(lambda: fetch_queries(program, slot + 1))
 
-    # After the tile before this one, these queries were fetched.
+    # If the slot before has a tile of this pass, it has fetched these queries.
     pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = KeyLoop(
