@@ -244,7 +244,7 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(device, "multiprocessors", lambda: PROGRAMS)
     put(device, "shared_memory_limit", lambda: 227 << 10)
     put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
-    put(support, "unknown", lambda number: number)
+    put(support, "opaque", lambda number: number)
     put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)

@@ -144,7 +144,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/dropped.py",
+        "pallas_kernels/mosaic_gpu/clear_keys.py",
         (
             "keys beyond their length are looked at",
             "numbers < spec.kv_limit(size)",

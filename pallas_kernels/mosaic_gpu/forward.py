@@ -61,7 +61,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import early, memory, support
+from pallas_kernels.mosaic_gpu import memory, prefetch, support
 from pallas_kernels.mosaic_gpu.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
 from pallas_kernels.mosaic_gpu.forward_program import Program
@@ -154,7 +154,7 @@ def load_tile(program: Program, all_running, slot, loaded):
         refs.v.fill(loaded + i, program.v.at(keys))
         if refs.pair_values is None:
             return
-        (pair_values,) = early.by_tiles(program.spec)
+        (pair_values,) = prefetch.pair_values(program.spec)
         for own in range(consumers):
             rows = {"t": Rows(tile.start + own * ROWS, ROWS)}
             use = (loaded + i) * consumers + own

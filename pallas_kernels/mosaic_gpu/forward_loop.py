@@ -28,7 +28,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.mosaic_gpu import dropped, early, support
+from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
 from pallas_kernels.mosaic_gpu.forward_plan import Plan
 from pallas_kernels.mosaic_gpu.forward_program import Program
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -108,7 +108,7 @@ class KeyLoop:
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
-        i = support.unknown(i)
+        i = support.opaque(i)
         m, total, p = state
         self._prepare_values(i - 1)
         scores, value_operand = self._scores(
@@ -127,7 +127,7 @@ class KeyLoop:
           masked: whether pairs of the block may be masked.
           shift: the fixed maximum of each row.
         """
-        i = support.unknown(i)
+        i = support.opaque(i)
         total, p = state
         self._prepare_values(i - 1)
         scores, value_operand = self._scores(
@@ -170,7 +170,7 @@ class KeyLoop:
         def issue(qk):
             refs.k.wait(i)
             ping_pong.wait(me)
-            queries = refs.q.ref.at[support.as_if_varying(me, i)]
+            queries = refs.q.ref.at[support.keep_in_loop(me, i)]
             plgpu.wgmma(qk, queries, support.transposed(refs.k.at(i).ref))
             if before_wait is not None:
                 before_wait()
@@ -191,7 +191,7 @@ class KeyLoop:
             return pairs_of_block(self.spec, keys, ("t", "s"), masked, plan.launch)
         use = i * plan.consumers + self.program.warpgroup
         pipeline.wait(use)
-        spec = early.in_tile(self.spec, pipeline.at(use).ref)
+        spec = prefetch.with_pair_tile(self.spec, pipeline.at(use).ref)
         pairs = pairs_of_block(spec, keys, ("t", "s"), masked, plan.launch)
         pipeline.release(use, loaded=True)
         return pairs
@@ -214,13 +214,13 @@ class KeyLoop:
         values.wait(i)
         tile = values.at(i).ref
         is_first = self.program.warpgroup == 0
-        pl.when(is_first)(lambda: dropped.clear(tile, self._attended_keys(i)))
+        pl.when(is_first)(lambda: clear_keys.clear(tile, self._attended_keys(i)))
         self.plan.values_cleared.sync()
 
     def _attended_keys(self, i) -> jax.Array:
         """Which keys of block i some query may attend, [block_kv]."""
         keys, size = self.program.spec.keys, self.plan.layout.size["s"]
-        return dropped.looked_at(self.spec, keys, self._keys_at(i), size)
+        return clear_keys.attended_keys(self.spec, keys, self._keys_at(i), size)
 
     def _add_values(self, acc, i, p) -> None:
         """Issues the product of probabilities and values of block i."""

@@ -21,7 +21,7 @@ from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import early, memory, shared_memory, support
+from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
@@ -338,7 +338,7 @@ def _storage(
     width = memory.forward_tiles(layout.size)
     heads = width["h"], width["d"]
     storage = Storage(blocks, heads, *dtypes, size=layout.size)
-    pair_values = early.by_tiles(spec)  # at most one array
+    pair_values = prefetch.pair_values(spec)  # at most one array
     if not storage.fits_with_pair_values(jnp.bfloat16):
         pair_values = []
     storage = storage.with_output_tile(

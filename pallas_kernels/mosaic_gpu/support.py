@@ -173,8 +173,8 @@ def numbers_along(axis: int, size: int) -> jax.Array:
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
 
 
-def unknown(number: jax.Array) -> jax.Array:
-    """The same scalar, of which the compiler knows nothing, static as it may be."""
+def opaque(number: jax.Array) -> jax.Array:
+    """The same scalar, hidden from the optimiser, even if it is static."""
     splat = plgpu.Layout.WG_SPLAT
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
 
@@ -192,11 +192,11 @@ def unknown(number: jax.Array) -> jax.Array:
     return move(number)
 
 
-def as_if_varying(index, i):
-    """`index`, as if it changed with a loop's variable i, a number below 2^30.
+def keep_in_loop(index, i):
+    """`index`, which the compiler takes to change with a loop's variable i below 2^30.
 
-    Else the compiler holds addresses of all parts of a tile in registers, of which
-    there are none to spare.
+    So it computes addresses inside the loop. Else it holds those of all parts of a tile
+    in registers, of which there are none to spare.
     """
     return index + lax.shift_right_logical(i, jnp.int32(30))
 
