@@ -33,7 +33,7 @@ from pallas_kernels import device
 from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import pairwise, support
-from pallas_kernels.mosaic_gpu.rounds import Taken
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
@@ -73,17 +73,17 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
-def _take(rounds: Taken, r) -> None:
+def _take(tiles: DynamicTiles, slot) -> None:
     """One outcome of many: the first program takes as many tiles as it may.
 
     The next ones take what is left, the last ones nothing.
     """
-    most = rounds.schedule.most_rounds
+    most = tiles.schedule.most_tiles
 
-    @pl.when(r < most)
+    @pl.when(slot < most)
     def _():
-        rounds.numbers[rounds._place(r)] = lax.axis_index("program") * most + r
-        plgpu.barrier_arrive(rounds.here.at[r])
+        tiles.words[tiles._word(slot)] = lax.axis_index("program") * most + slot
+        plgpu.barrier_arrive(tiles.taken.at[slot])
 
 
 def _store(ref, x) -> None:
@@ -245,12 +245,12 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(device, "multiprocessors", lambda: PROGRAMS)
     put(device, "shared_memory_limit", lambda: 227 << 10)
     put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
-    put(support, "unknown", lambda number: number)
-    put(support, "anywhere", lambda me, flags: jnp.sum(flags))
+    put(support, "opaque", lambda number: number)
+    put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
-    put(Taken, "take", _take)
-    put(support, "same", lambda number: number)
+    put(DynamicTiles, "take", _take)
+    put(support, "warp_uniform", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms

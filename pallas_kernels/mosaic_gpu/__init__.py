@@ -16,7 +16,14 @@ from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support, tuning
+from pallas_kernels.mosaic_gpu import (
+    dropout,
+    forward_plan,
+    memory,
+    pairwise,
+    support,
+    tuning,
+)
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.dbias import dbias as dbias_kernel
 from pallas_kernels.mosaic_gpu.dbias import layout_of as layout_of_dbias
@@ -90,7 +97,8 @@ def _forward_plan(call: Call) -> Plan | Declined:
     blocks = _blocks(call)
     if odd := spec.odd_stripe(t=tuning.ROWS, s=blocks.block_kv):
         return Declined(f"blocks would lie in several stripes of {odd} rows")
-    why_not = tuning.unfit(blocks, _heads(call), 4 if spec.is_part else 2)
+    output_dtype = jnp.float32 if spec.is_part else call.dtype
+    why_not = forward_plan.unfit(blocks, _heads(call), output_dtype)
     if why_not is not None:
         return Declined(why_not)
     slower = None

@@ -41,7 +41,7 @@ from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch, Rows, load_tree
-from pallas_kernels.mosaic_gpu import dropped, early, memory, support, tuning
+from pallas_kernels.mosaic_gpu import clear_keys, memory, prefetch, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -164,7 +164,7 @@ def backward(
             block_sum = plgpu.ACC((ROWS, rows), _F32)
 
             def tiles_of_keys(tile):
-                at = support.as_if_varying(0, tile)
+                at = support.keep_in_loop(0, tile)
                 k_block = refs["k"].at[at]
                 return k_block, k_block.at[mine], refs["v"].at[at, mine]
 
@@ -186,7 +186,9 @@ def backward(
                 """What each pair of a tile has in global memory, where registers do."""
                 if not ahead:
                     return []
-                return early.fetch(own_spec, ("s", "t"), {**tiles.at(tile), **own_keys})
+                return prefetch.fetch(
+                    own_spec, ("s", "t"), {**tiles.at(tile), **own_keys}
+                )
 
             def visit(dk_sum, dv_sum, tile, state):
                 """Takes the products of keys and queries of a tile, makes the next."""
@@ -195,7 +197,9 @@ def backward(
                 k_block, k_own, v_own = tiles_of_keys(tile)
                 there, masked = tiles.at(tile), tiles.masked(tile)
                 head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
-                head_spec = early.with_fetched(head_spec, words) if words else head_spec
+                head_spec = (
+                    prefetch.with_fetched(head_spec, words) if words else head_spec
+                )
                 here = {**there, **own_keys}
                 q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
                 dz_tile = refs["dz"].at[ring.slot(tile) if ahead else 0]
@@ -282,7 +286,7 @@ def backward(
                 return qk, words
 
             def walk(dk_sum, dv_sum):
-                first, count = jnp.int32(0), support.unknown(tiles.count)
+                first, count = jnp.int32(0), support.opaque(tiles.count)
 
                 @pl.when(tiles.count > 0)
                 def _():
@@ -294,9 +298,11 @@ def backward(
 
             plgpu.barrier_wait(refs["own here"])
             if drops_keys:
-                looked_at = dropped.looked_at(spec, kept_keys, own, layout.size["s"])
+                looked_at = clear_keys.attended_keys(
+                    spec, kept_keys, own, layout.size["s"]
+                )
                 for name in ("k", "v"):
-                    dropped.clear(refs[name].at[0, mine], looked_at)
+                    clear_keys.clear(refs[name].at[0, mine], looked_at)
             sums = (plgpu.ACC((ROWS, width[x]), _F32) for x in "hd")
             dk_block, dv_block = pl.run_scoped(walk, *sums)
             # All have read the keys.

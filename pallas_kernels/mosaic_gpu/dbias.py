@@ -24,7 +24,7 @@ from pallas_kernels import device, division, program
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import early, memory, pairwise, support, tuning
+from pallas_kernels.mosaic_gpu import memory, pairwise, prefetch, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
@@ -69,7 +69,7 @@ def dbias(
     computing, keys = blocks.block_q // ROWS, blocks.block_kv
     width = tuning.head_tiles(layout.size)
     elements, wider = memory.of_tiles(layout.size, width)
-    numbers = early.by_tiles(spec)  # the bias, or nothing
+    numbers = prefetch.pair_values(spec)  # the bias, or nothing
 
     def kernel(inputs, outputs, refs):
         q, k, v, spec, (lse_log2, delta, do) = inputs
@@ -111,16 +111,16 @@ def dbias(
             mine, block_sum = pl.ds(me * ROWS, ROWS), plgpu.ACC((ROWS, keys), _F32)
             own_tile = of_rows({**where, **of_keys}, me * ROWS, ROWS)
             with_bias = spec
-            for view in early.by_tiles(spec)[: len(numbers)]:
+            for view in prefetch.pair_values(spec)[: len(numbers)]:
                 bias, here = refs["bias"].at[me], refs["bias here"].at[me]
                 plgpu.copy_gmem_to_smem(view.at(own_tile), bias, here)
                 plgpu.barrier_wait(here)
-                with_bias = early.in_tile(spec, bias)
+                with_bias = prefetch.with_pair_tile(spec, bias)
 
             def product(block, i):
                 """Issues that of rows and keys in place i."""
                 ring.wait("rows", i)
-                rows = refs["rows"].at[support.as_if_varying(ring.slot(i), i), mine]
+                rows = refs["rows"].at[support.keep_in_loop(ring.slot(i), i), mine]
                 plgpu.wgmma(block, rows, support.transposed(ring.tile("keys", i)))
 
             def add(index, state):

@@ -88,7 +88,7 @@ def dkv(
         def compute():
             plgpu.set_max_registers(tuning.REGISTERS[_COMPUTING][1], action="increase")
             own_spec = load_tree(spec, ("s", "t"), own)
-            count = support.unknown(tiles.count)
+            count = support.opaque(tiles.count)
             block_sum = plgpu.ACC((keys, rows), _F32)
             columns = {x: pl.ds(me * half, half) for x, half in _halves(width).items()}
 
@@ -97,7 +97,7 @@ def dkv(
                 return lax.rem(tile, jnp.int32(_COMPUTING))
 
             def keys_at(name, tile):
-                return refs[name].at[support.as_if_varying(0, tile)]
+                return refs[name].at[support.keep_in_loop(0, tile)]
 
             def vector(name, tile):
                 return support.load_vector(ring.tile(name, tile), 1, shared=True)
@@ -166,7 +166,7 @@ def dkv(
 
                 @pl.loop(0, count)
                 def _(tile):
-                    visit(dk_sum, dv_sum, support.unknown(tile))
+                    visit(dk_sum, dv_sum, support.opaque(tile))
 
                 return dk_sum[...], dv_sum[...]
 

@@ -92,7 +92,7 @@ def dq(
             block_sum = plgpu.ACC((ROWS, keys), _F32)
 
             def own_tile(name, i):
-                return refs[name].at[support.as_if_varying(me, i)]
+                return refs[name].at[support.keep_in_loop(me, i)]
 
             def issue_scores(qk_sum, i):
                 k_tile = of_keys.tile("k", i)
@@ -107,7 +107,7 @@ def dq(
 
             def visit(dq_sum, i, qk):
                 """dq of a block of keys, the scores of the next."""
-                i = support.unknown(i)
+                i = support.opaque(i)
                 more, after = i + 1 < count, minimum(i + 1, count - 1)
                 edges = needed.edges
                 unmasked = isinstance(edges, int) and edges == 0
@@ -142,7 +142,7 @@ def dq(
                 return qk
 
             def walk(dq_sum):
-                end = support.unknown(count)
+                end = support.opaque(count)
 
                 @pl.when(count > 0)
                 def _():

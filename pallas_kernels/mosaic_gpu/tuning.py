@@ -18,17 +18,9 @@ from pallas_kernels.mosaic_gpu import memory
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
-MOST_WARPGROUPS = 3
 # Registers of a thread that loads or adds, and of one that computes, by how many
 # warpgroups compute.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# Bytes from whose multiples on log-sum-exps, numbers of rounds and barriers lie.
-_APART = 1 << 10
-_BARRIER = 8  # bytes
-# Barriers beside the four of each stage: of queries, pairs and rounds, at most.
-_OTHER_BARRIERS = 48
-# A group of barriers has no more.
-_MOST_STAGES = 32
 
 # By the largest head size that they are for: of many keys, and of few.
 _FORWARD = {
@@ -52,80 +44,6 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     has_operands = any(term.operands for term in spec.score.terms)
     wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
     return many if keys >= _MANY_KEYS and not wants_registers else few
-
-
-def shared_memory(blocks: Blocks, heads: tuple[int, int], of_output: int) -> int:
-    """Bytes that a program's tiles need, for elements of two bytes.
-
-    Args:
-      of_output: bytes of an element of the output.
-    """
-    columns = output_columns(blocks, heads, of_output)
-    return _at_least(blocks, heads) + blocks.block_q * columns * of_output
-
-
-def output_columns(
-    blocks: Blocks, heads: tuple[int, int], of_output: int, *, halves: bool = False
-) -> int:
-    """Columns of a tile for output; 0 if output is written over its queries.
-
-    With a tile of its own, the next queries come while output is computed and stored:
-    so it is if that fits, and where the two differ in size.
-
-    Args:
-      halves: whether the tile may have half of the columns, if no more fit.
-    """
-    room = device.shared_memory_limit() - _at_least(blocks, heads)
-    column = blocks.block_q * of_output
-    if heads[0] != heads[1] or of_output > 2 or column * heads[1] <= room:
-        return heads[1]
-    half = heads[1] // 2
-    return half if halves and half % 64 == 0 and column * half <= room else 0
-
-
-def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
-    """Whether there is room for a block of an array of pairs, of two bytes each.
-
-    With one stage there is none: values come before the pairs of their tile, once the
-    last ones have been used, which is after these pairs are.
-    """
-    pairs = blocks.block_q * blocks.block_kv
-    need = shared_memory(blocks, heads, of_output) + 2 * pairs
-    return blocks.num_stages > 1 and need <= device.shared_memory_limit()
-
-
-def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
-    """`shared_memory` without tiles of output."""
-    tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
-    barriers = _BARRIER * (4 * blocks.num_stages + _OTHER_BARRIERS)
-    return 2 * tiles + 2 * _APART + _multiple(barriers, _APART)
-
-
-def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
-    """Why the forward kernel cannot have these blocks, or None."""
-    warpgroups, rest = divmod(blocks.block_q, ROWS)
-    if rest or not 1 <= warpgroups <= MOST_WARPGROUPS:
-        return f"block_q={blocks.block_q} is not 64, 128 or 192"
-    each = f"each {ROWS} rows of block_q={blocks.block_q}"
-    if blocks.num_warps != 4 * warpgroups:
-        return f"num_warps={blocks.num_warps} is not 4 for {each}"
-    if blocks.num_stages < warpgroups:
-        return f"num_stages={blocks.num_stages} is less than one for {each}"
-    if blocks.num_stages > _MOST_STAGES:
-        return f"num_stages={blocks.num_stages} is more than {_MOST_STAGES}"
-    if blocks.block_kv not in (64, 128, 192, 256):
-        return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
-    need = shared_memory(blocks, heads, of_output)
-    limit = device.shared_memory_limit()
-    if need > limit:
-        return (
-            f"{blocks} needs {need >> 10} KiB of shared memory and this GPU has "
-            f"{limit >> 10}"
-        )
-    for name in ("max_registers", "left_in_registers"):
-        if getattr(blocks, name):
-            return f"{name} is for the Triton kernels"
-    return None
 
 
 # Keys, about, that a query looks at, from which on these kernels are faster, forward
