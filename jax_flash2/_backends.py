@@ -118,7 +118,7 @@ def _new_plan(name: str, call: Call, pass_: Pass) -> Plan | Declined:
         backend = module(name)
     except ImportError as error:
         return Declined(f"it cannot be imported: {error}")
-    return backend.plan(call, pass_)
+    return backend.plan(call.structs, pass_)
 
 
 def passes(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made] | Declined:

@@ -25,7 +25,7 @@ class Call:
     """A call of `attention`: a tree of `Named`, of arrays or of their shapes.
 
     Attributes:
-      query, key, value: `Named`. Choices read their shapes, dtypes and axes only.
+      query, key, value: `Named`.
       spec: of `Named`: which masks and score features the call has.
       config: the caller's, or None (static).
       precision: of products of float32 operands (static).
@@ -42,6 +42,15 @@ class Call:
     def operands(self) -> list[Named]:
         """query, key, value, and the leaves of the spec."""
         return jax.tree.leaves(self)
+
+    @property
+    def structs(self) -> Call:
+        """The same with shape structs in place of arrays."""
+
+        def struct(x: Named) -> Named:
+            return Named(jax.ShapeDtypeStruct(x.shape, x.dtype), x.axes)
+
+        return jax.tree.map(struct, self)
 
     @property
     def static(self) -> Hashable:
@@ -146,7 +155,7 @@ class Backend(Protocol):
     """
 
     def plan(self, call: Call, pass_: Pass, /) -> Plan | Declined:
-        """How the backend makes a pass of a call, or why it does not.
+        """How the backend makes a pass of a call of shape structs, or why it does not.
 
         A pass that it makes it makes for every call of those shapes, under `jax.vmap`
         too. The passes are the forward one, the gradients of query, key, value and

@@ -262,3 +262,13 @@ class Heads:
         if "g" not in x.axes:
             return x
         return x.joined("k", "g").renamed("k", "n")
+
+    def result(self, x: Named, out: Named) -> jax.Array:
+        """The sum of `x`, with split heads, over the axes that a result lacks.
+
+        Args:
+          out: the result, or its shape struct; its axes and its dtype are those wanted.
+        """
+        axes = self.split_axes(out.axes)
+        merged = self.merge(Named(summed_to(x, axes), axes))
+        return merged.value.astype(out.dtype)

@@ -23,6 +23,12 @@ def padding(spec: AttentionSpec, x: Named) -> Named:
     return x
 
 
+def unread(spec: AttentionSpec, x: Named) -> Named:
+    """Rows of queries or keys, with 0 in padding and in keys that no query attends."""
+    x = padding(spec, x)
+    return dropped_keys(spec, x) if "s" in x.axes else x
+
+
 def dropped_keys(spec: AttentionSpec, x: Named) -> Named:
     """Rows of keys or values, with 0 in those of keys that a mask drops for all."""
     keys = spec.attended_keys(x.shape[x.axes.index("s")])

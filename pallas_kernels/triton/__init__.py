@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +37,22 @@ class _Plan(Plan):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return tuple(itertools.chain(*map(self._division, self.kernels)))
+        found: list[str] = []
 
-    def _division(self, kernel: str) -> list[str]:
+        def ask(*arrays):
+            axes = (x.axes for x in leaves)
+            call = tree.unflatten(map(Named, arrays, axes))
+            for kernel in self.kernels:
+                found.extend(self._division(call, kernel))
+
+        leaves, tree = jax.tree.flatten(self.call)
+        jax.eval_shape(ask, *(x.value for x in leaves))
+        return tuple(found)
+
+    @staticmethod
+    def _division(call: Call, kernel: str) -> list[str]:
         """How the work of a kernel is divided, in words, where it is."""
-        call, options = self.call, {}
+        options = {}
         arrays, spec = [call.query, call.key, call.value], call.spec
         packing = Packing.of(call.query, call.key, spec)
         found = []
