@@ -294,9 +294,7 @@ def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
     own, saved = consumer.own, consumer.own.inputs.saved
     spec, _, _ = own.element(consumer.spec, index)
     where = own.with_rows(here, own.warpgroup * ROWS, ROWS)
-    lse, delta = (
-        support.load_vector(x.at(where), 0) for x in (saved.lse, saved.delta)
-    )
+    lse, delta = (support.load_vector(x.at(where), 0) for x in (saved.lse, saved.delta))
     pipeline = own.shared.pipeline
 
     def gradient(qk_acc, dp_acc):
