@@ -206,9 +206,9 @@ def _load(own: Program) -> None:
 
         @pl.when(count > 0)
         def _():
-            ring = own.shared.pipeline
-            ring.fill(i, rows=q.at(here), keys=k.at(here))
-            ring.fill(i + 1, rows=saved.do.at(here), keys=v.at(here))
+            pipeline = own.shared.pipeline
+            pipeline.fill(i, rows=q.at(here), keys=k.at(here))
+            pipeline.fill(i + 1, rows=saved.do.at(here), keys=v.at(here))
 
         return i + 2 * count
 
