@@ -5,9 +5,9 @@
 
 Each call of the tests is lowered for an H200 on a machine without a GPU, forward and
 gradients, on the Triton and the Mosaic GPU backend and on the one that is chosen for
-it, and for xla on a CPU. What is kept of a kernel is a hash of its module without source
-locations, of the rest of the program a hash of its text. With words, only calls whose
-name has all of them. `--jobs` processes work at a time.
+it, and for xla on a CPU. What is kept of a kernel is a hash of its module without
+source locations, of the rest of the program a hash of its text. With words, only calls
+whose name has all of them. `--jobs` processes work at a time.
 """
 
 from __future__ import annotations

@@ -78,14 +78,14 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dbias.py",
         (
             "dropout's scale forgotten",
-            "(total * own.spec.dropout_scale)",
+            "(total * program.spec.dropout_scale)",
             "total",
             OF_BIAS,
         ),
         (
             "the first element's keys for all",
             "rows=saved.do.at(here), keys=v.at(here))",
-            "rows=saved.do.at(here), keys=v.at(own.where | own.of_keys))",
+            "rows=saved.do.at(here), keys=v.at(program.where | program.of_keys))",
             OF_BIAS,
         ),
     ),

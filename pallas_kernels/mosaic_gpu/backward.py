@@ -64,7 +64,6 @@ from pallas_kernels.mosaic_gpu import gradients
 from pallas_kernels.mosaic_gpu.backward_consumer import compute
 from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Shared
 from pallas_kernels.mosaic_gpu.gradients import Inputs, Saved
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
 
@@ -100,7 +99,6 @@ def backward(
         _kernel,
         inputs,
         [of_sums, *(division.partial(x, layout.parts) for x in of_kv)],
-        rows={"t": plan.block_q, "s": ROWS},
         shared=Shared.declare(plan),
         name="flash2_backward",
     )
@@ -125,38 +123,37 @@ def _of_written(dq: Named, met: Named) -> Named:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    own = Program.of(plan, inputs, outputs, Shared.bind(plan, refs))
-    produce = functools.partial(_produce, own)
-    gradients.run_roles(plan, own.warpgroup, produce, functools.partial(compute, own))
+    program = Program.of(plan, inputs, outputs, Shared.bind(plan, refs))
+    gradients.run_roles(program, _produce, compute)
 
 
-def _produce(own: Program) -> None:
+def _produce(program: Program) -> None:
     """The role of the producer: one of its warps loads, and one or two add dq."""
 
     @plgpu.warp_map
     def _(warp):
-        pl.when(warp == 0)(lambda: gradients.load(own))
-        for first in range(own.plan.adders):
-            pl.when(warp == 1 + first)(functools.partial(_add, own, first))
+        pl.when(warp == 0)(lambda: gradients.load(program))
+        for first in range(program.plan.adders):
+            pl.when(warp == 1 + first)(functools.partial(_add, program, first))
 
 
-def _add(own: Program, first: int) -> None:
+def _add(program: Program, first: int) -> None:
     """Adds dq of every work tile, or of every other one where two warps add."""
 
-    @pl.loop(first, own.tiles.count, step=own.plan.adders)
+    @pl.loop(first, program.tiles.count, step=program.plan.adders)
     def _(tile):
-        _add_tile(own, tile)
+        _add_tile(program, tile)
 
 
-def _add_tile(own: Program, tile) -> None:
+def _add_tile(program: Program, tile) -> None:
     """Adds dq of a work tile to global memory, after the additions that come first."""
-    shared, tiles, count = own.shared, own.tiles, own.plan.dq_accumulators
+    shared, tiles, count = program.shared, program.tiles, program.plan.dq_accumulators
     accumulator, before = tiles.turn(tile, count)
     here = tiles.at(tile)
-    semaphore = own.semaphores.at[tiles.number(tile) * count + accumulator]
+    semaphore = program.semaphores.at[tiles.number(tile) * count + accumulator]
     here = {**here, _ACCUMULATOR: accumulator}
-    stage = own.dq_stage(tile)
-    dq, source = own.outputs[0], shared.dq.at[stage]
+    stage = program.dq_stage(tile)
+    dq, source = program.outputs[0], shared.dq.at[stage]
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
     plgpu.barrier_wait(shared.dq_made.at[stage])
 

@@ -16,60 +16,59 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows, load_tree
-from pallas_kernels.mosaic_gpu import dropped, early, support
+from pallas_kernels.mosaic_gpu import dropped, early, gradients, support
 from pallas_kernels.mosaic_gpu.backward_plan import Program
 from pallas_kernels.mosaic_gpu.gradients import F32
 from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where, query_head
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
+class Consumer(gradients.Consumer):
     """A consumer warpgroup, which owns 64 of the thread block's keys.
 
     Attributes:
-      own: the thread block.
       rows: its keys, in tiles of the thread block.
-      where: its keys lie.
+      where: the place of its keys.
       spec: with what varies along its keys loaded.
     """
 
-    own: Program
+    program: Program
     rows: Any
-    where: program.Where
+    where: Where
     spec: AttentionSpec
 
     @classmethod
-    def start(cls, own: Program) -> Consumer:
-        me = own.warpgroup
+    def start(cls, program: Program) -> Consumer:
+        me = program.warpgroup
         rows = pl.ds(me * ROWS, ROWS)
-        where = {**own.where, "s": Rows(own.where["s"].start + me * ROWS, ROWS)}
-        return cls(own, rows, where, load_tree(own.spec, ("s", "t"), where))
+        where = {**program.where, "s": Rows(program.where["s"].start + me * ROWS, ROWS)}
+        return cls(program, rows, where, load_tree(program.spec, ("s", "t"), where))
 
     def keys_and_values(self, number) -> tuple[Any, Any, Any]:
         """All keys of the thread block, its own keys and its own values.
 
         They are addressed anew for every work tile `number`.
         """
-        first, shared = support.as_if_varying(0, number), self.own.shared
+        first, shared = support.as_if_varying(0, number), self.shared
         k_block = shared.k.at[first]
         return k_block, k_block.at[self.rows], shared.v.at[first, self.rows]
 
     def issue_scores(self, qk_acc, number, k) -> None:
-        """The product of its keys and the queries of a work tile."""
-        q = self.own.shared.pipeline.tile("q", number)
+        """Issues the product of its keys and the queries of a work tile."""
+        q = self.shared.pipeline.tile("q", number)
         plgpu.wgmma(qk_acc, k, support.transposed(q))
 
-    def place(self, number) -> program.Where:
+    def place(self, number) -> Where:
         """Where the pairs of a work tile and of its keys lie."""
-        return {**self.own.tiles.at(number), "s": self.where["s"]}
+        return {**self.program.tiles.at(number), "s": self.where["s"]}
 
     def prefetch(self, number) -> list[jax.Array]:
         """What each pair of a work tile has in global memory, where registers do."""
-        if not self.own.plan.pipelines_scores:
+        if not self.plan.pipelines_scores:
             return []
         return early.fetch(self.spec, ("s", "t"), self.place(number))
 
@@ -100,20 +99,18 @@ class WorkTile:
     dz: Any
     dq_stage: Any
     spec: AttentionSpec
-    where: program.Where
+    where: Where
     masked: Any
     has_next: Any
     next: Any
 
     @classmethod
     def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
-        own, pipeline = consumer.own, consumer.own.shared.pipeline
-        plan, tiles = own.plan, own.tiles
+        program, pipeline = consumer.program, consumer.shared.pipeline
+        layout, tiles = consumer.plan.layout, program.tiles
         k_block, k, v = consumer.keys_and_values(number)
         where, masked = consumer.place(number), tiles.masked(number)
-        spec, _, _ = program.query_head(
-            consumer.spec, consumer.where, plan.layout, where["n"]
-        )
+        spec, _, _ = query_head(consumer.spec, consumer.where, layout, where["n"])
         return cls(
             number=number,
             k_block=k_block,
@@ -121,8 +118,8 @@ class WorkTile:
             v=v,
             q=pipeline.tile("q", number),
             do=pipeline.tile("do", number),
-            dz=own.shared.dz.at[pipeline.slot(number) if plan.pipelines_scores else 0],
-            dq_stage=own.dq_stage(number),
+            dz=program.dz(number),
+            dq_stage=program.dq_stage(number),
             spec=early.with_fetched(spec, prefetched) if prefetched else spec,
             where=where,
             masked=masked,
@@ -131,14 +128,14 @@ class WorkTile:
         )
 
 
-def compute(own: Program) -> None:
+def compute(program: Program) -> None:
     """The role of a consumer: dk and dv of its keys, and its parts of dq."""
-    plan, shared = own.plan, own.shared
-    consumer = Consumer.start(own)
+    plan, shared = program.plan, program.shared
+    consumer = Consumer.start(program)
     plgpu.barrier_wait(shared.keys_loaded)
     if plan.drops_keys:
-        size, kept = plan.layout.size["s"], own.inputs.spec.keys
-        attended = dropped.looked_at(own.spec, kept, consumer.where, size)
+        size, kept = plan.layout.size["s"], program.inputs.spec.keys
+        attended = dropped.looked_at(program.spec, kept, consumer.where, size)
         for tile in (shared.k, shared.v):
             dropped.clear(tile.at[0, consumer.rows], attended)
     accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
@@ -148,13 +145,16 @@ def compute(own: Program) -> None:
 
 
 def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
-    """dk over `AttentionSpec.gradient_unit` and dv over `dropout_scale`."""
-    count = consumer.own.tiles.count
+    """dk and dv of its keys, over the spec's units.
+
+    These are `AttentionSpec.gradient_unit` and `dropout_scale`.
+    """
+    count = consumer.program.tiles.count
     first, end = jnp.int32(0), support.unknown(count)
 
     @pl.when(count > 0)
     def _():
-        pipelined = consumer.own.plan.pipelines_scores
+        pipelined = consumer.plan.pipelines_scores
         qk = _scores(consumer, first) if pipelined else first
         visit = functools.partial(_visit, consumer, dk_acc, dv_acc)
         lax.fori_loop(first, end, visit, (qk, consumer.prefetch(first)))
@@ -170,8 +170,8 @@ def _scores(consumer: Consumer, number) -> jax.Array:
         consumer.issue_scores(qk_acc, number, k)
         return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
 
-    consumer.own.shared.pipeline.wait("q", number)
-    return pl.run_scoped(product, consumer.own.plan.pairs)
+    consumer.shared.pipeline.wait("q", number)
+    return pl.run_scoped(product, consumer.plan.accumulator)
 
 
 def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
@@ -186,13 +186,13 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
       The same of the next work tile.
     """
     qk, prefetched = state
-    own, plan = consumer.own, consumer.own.plan
+    program, plan = consumer.program, consumer.plan
     pipelined = plan.pipelines_scores
     qk = qk if pipelined else _scores(consumer, number)
     tile = WorkTile.of(consumer, number, prefetched)
-    make_pairs = _pairs_overlapped if pipelined else _pairs_in_sequence
-    make_pairs = functools.partial(make_pairs, consumer, tile, qk, dv_acc)
-    p, dz = pl.run_scoped(make_pairs, plan.pairs)
+    pairs = _pairs_overlapped if pipelined else _pairs_in_sequence
+    pairs = functools.partial(pairs, consumer, tile, qk, dv_acc)
+    p, dz = pl.run_scoped(pairs, plan.accumulator)
     if not pipelined:  # all have read the last dz
         plan.sync_consumers()
     tile.dz[consumer.rows] = dz.astype(plan.dtype)
@@ -207,40 +207,40 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
     @pl.when(number >= plan.dq_stages)
     def _():
-        plgpu.barrier_wait(own.shared.dq_added.at[tile.dq_stage])
+        plgpu.barrier_wait(program.shared.dq_added.at[tile.dq_stage])
 
     plgpu.wgmma_wait(0)
-    own.shared.pipeline.release("do", number)
-    dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.pairs] * pipelined
+    program.shared.pipeline.release("do", number)
+    dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.accumulator] * pipelined
     qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
     return qk, prefetched
 
 
 def _wait_for_next(consumer: Consumer, tile: WorkTile) -> None:
     """Until the queries of the next work tile are there."""
-    pipeline = consumer.own.shared.pipeline
+    pipeline = consumer.shared.pipeline
     pl.when(tile.has_next)(lambda: pipeline.wait("q", tile.next))
 
 
 def _issue_dv(consumer: Consumer, dv_acc, tile: WorkTile, p: jax.Array) -> None:
-    plgpu.wgmma(dv_acc, p.astype(consumer.own.plan.dtype), tile.do)
+    plgpu.wgmma(dv_acc, p.astype(consumer.plan.dtype), tile.do)
 
 
 def _recompute(consumer: Consumer, tile: WorkTile, qk: jax.Array):
-    own = consumer.own
-    return own.recompute(tile.spec, tile.where, tile.masked, tile.number, qk)
+    program = consumer.program
+    return program.recompute(tile.spec, tile.where, tile.masked, tile.number, qk)
 
 
 def _pairs_overlapped(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
     """p and dz of a work tile. The product for dp runs beside the exponents."""
     del dv_acc
-    own = consumer.own
-    own.shared.pipeline.wait("do", tile.number)
+    program = consumer.program
+    program.shared.pipeline.wait("do", tile.number)
     plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
     again = _recompute(consumer, tile, qk)
     p = again.dropped
-    delta = own.along_queries("delta", again.pairs, tile.number)
-    if own.plan.overlaps_exponents:
+    delta = program.along_queries("delta", again.pairs, tile.number)
+    if program.plan.overlaps_exponents:
         # The compiler moves nothing across this branch: exponents are computed while
         # the product runs, and not after it.
         _wait_for_next(consumer, tile)
@@ -254,15 +254,15 @@ def _pairs_in_sequence(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
     Returns:
       None in place of p, and dz.
     """
-    own = consumer.own
+    program = consumer.program
     again = _recompute(consumer, tile, qk)
-    again = again._replace(p=again.p.astype(own.plan.dtype).astype(F32))
-    p = again.dropped.astype(own.plan.dtype)
-    own.shared.pipeline.wait("do", tile.number)
+    again = again._replace(p=again.p.astype(program.plan.dtype).astype(F32))
+    p = again.dropped.astype(program.plan.dtype)
+    program.shared.pipeline.wait("do", tile.number)
     _issue_dv(consumer, dv_acc, tile, p)
     plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = own.along_queries("delta", again.pairs, tile.number)
+    delta = program.along_queries("delta", again.pairs, tile.number)
     return None, again.dz(dp, delta)
 
 
@@ -277,8 +277,8 @@ def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
     Returns:
       That product, or a number in its place.
     """
-    own, shared = consumer.own, consumer.own.shared
-    part, me = own.plan.dq_part, own.warpgroup
+    program, shared = consumer.program, consumer.shared
+    part, me = program.plan.dq_part, program.warpgroup
     dz, k = part.operands(me, tile.dz, tile.k_block)
     plgpu.wgmma(dq_acc, support.transposed(dz), k)
     for accumulator in qk_acc:
@@ -300,24 +300,25 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     Args:
       dk, dv: what `_walk` gave.
     """
-    own, shared, me = consumer.own, consumer.own.shared, consumer.own.warpgroup
-    _, dk_out, dv_out = own.outputs
-    in_float32 = own.plan.in_float32
+    program, shared, me = consumer.program, consumer.shared, consumer.program.warpgroup
+    _, dk_out, dv_out = program.outputs
+    in_float32 = consumer.plan.in_float32
     if in_float32:
 
-        @pl.when(own.tiles.count > me)
+        @pl.when(program.tiles.count > me)
         def _():
             plgpu.barrier_wait(shared.dq_added.at[me])
 
     def store(tile, copied, gradient, out):
-        place = (me, pl.ds(0, ROWS)) if in_float32 else (0, consumer.rows)
-        tile, copied = (shared.dq, shared.dq_copied) if in_float32 else (tile, copied)
+        place = (0, consumer.rows)
+        if in_float32:
+            tile, copied, place = shared.dq, shared.dq_copied, (me, pl.ds(0, ROWS))
         tile.at[place][...] = gradient.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(copied.at[place], out.at(consumer.where))
 
-    store(shared.k, shared.k_copied, dk * own.spec.gradient_unit, dk_out)
+    store(shared.k, shared.k_copied, dk * program.spec.gradient_unit, dk_out)
     if in_float32:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    store(shared.v, shared.v_copied, dv * own.spec.dropout_scale, dv_out)
+    store(shared.v, shared.v_copied, dv * program.spec.dropout_scale, dv_out)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

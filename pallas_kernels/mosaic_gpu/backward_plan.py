@@ -81,9 +81,8 @@ class Plan(gradients.Plan):
         return tuning.warps_that_add(self.width)
 
     @property
-    def pairs(self):
-        """What a product of a consumer's keys and the queries is summed in."""
-        return plgpu.ACC((ROWS, self.block_q), F32)
+    def pair_block(self) -> dict[str, int]:
+        return {"s": ROWS, "t": self.block_q}
 
     @functools.cached_property
     def dq_part(self) -> RowsOfDq | ColumnsOfDq:
@@ -164,8 +163,8 @@ class Shared(gradients.KeyShared):
             columns = plan.width["h"] // plan.consumers
             swizzled["h"] = math.gcd(swizzled["h"], columns)
 
-        def tile(head: str, count: int, own: int, along: str):
-            shape = count, own
+        def tile(head: str, count: int, rows: int, along: str):
+            shape = count, rows
             return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
 
         # Parts of dk and dv in float32 pass through dq, too.
@@ -211,10 +210,15 @@ class Program(KeyProgram):
 
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, outputs, shared: Shared) -> Program:
-        own = cls.start(plan, inputs, outputs, shared)
-        count = own.tiles.all_sums * plan.dq_accumulators
+        program = cls.start(plan, inputs, outputs, shared)
+        count = program.tiles.all_sums * plan.dq_accumulators
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        return dataclasses.replace(own, semaphores=semaphores)
+        return dataclasses.replace(program, semaphores=semaphores)
+
+    def dz(self, tile):
+        """Where dz of a work tile is put, of all keys of the thread block."""
+        stage = self.shared.pipeline.slot(tile) if self.plan.pipelines_scores else 0
+        return self.shared.dz.at[stage]
 
     def dq_stage(self, tile):
         """In which stage of dq the block of a work tile is."""

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, division, program
+from pallas_kernels import device, division
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
@@ -33,6 +33,7 @@ from pallas_kernels.mosaic_gpu import early, gradients, memory, pairwise, suppor
 from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where, element, tile_program
 
 
 def layout_of(operands, launch: Launch, summed: Axes) -> memory.Layout:
@@ -75,7 +76,6 @@ def dbias(
         _kernel,
         inputs,
         [division.partial(output, layout.parts)],
-        rows={"t": ROWS, "s": plan.block_kv},
         shared=Shared.declare(plan),
         name="flash2_dbias",
     )
@@ -91,11 +91,6 @@ class Plan(gradients.Plan):
     """
 
     bias: list[Any]
-
-    @property
-    def pairs(self):
-        """What a product of queries and keys is summed in."""
-        return plgpu.ACC((ROWS, self.block_kv), F32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +139,8 @@ class Program:
       shared: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded.
-      where: the thread block is.
-      tile: where its tile lies.
+      where: the place of the thread block.
+      tile: the place of its tile.
       first, end: of its elements.
     """
 
@@ -155,102 +150,95 @@ class Program:
     shared: Shared
     warpgroup: Any
     spec: AttentionSpec
-    where: program.Where
-    tile: program.Where
+    where: Where
+    tile: Where
     first: Any
     end: Any
 
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, result, shared: Shared) -> Program:
         warpgroup = lax.axis_index("warpgroup")
-        spec, where, tile = program.tile_program(inputs.spec, plan.layout)
+        spec, where, tile = tile_program(inputs.spec, plan.layout)
         first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
         known = plan, inputs, result, shared, warpgroup
         return cls(*known, spec, where, tile, first, end)
 
     @property
-    def of_keys(self) -> program.Where:
+    def of_keys(self) -> Where:
         """The keys of its tile."""
         return {"s": Rows(self.tile["s"].start, self.plan.block_kv)}
 
-    def with_rows(self, where: program.Where, start, size: int) -> program.Where:
+    def with_rows(self, where: Where, start, size: int) -> Where:
         """`where`, and rows of its tile, counted from the first of these."""
         return {**where, "t": Rows(self.tile["t"].start + start, size)}
 
     def element(self, spec: AttentionSpec, index):
         """An element: the spec, where it is, and its block of keys, if it needs any."""
         layout = self.plan.layout
-        spec, here, _, needed = program.element(spec, self.where, layout, index)
+        spec, here, _, needed = element(spec, self.where, layout, index)
         return spec, {**here, **self.of_keys}, needed
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
     (result,) = outputs
-    own = Program.of(plan, inputs, result, Shared.bind(plan, refs))
-    gradients.run_roles(
-        plan,
-        own.warpgroup,
-        functools.partial(_load, own),
-        functools.partial(_compute, own),
-    )
+    program = Program.of(plan, inputs, result, Shared.bind(plan, refs))
+    gradients.run_roles(program, _load, _compute)
 
 
-def _load(own: Program) -> None:
+def _load(program: Program) -> None:
     """The role of the producer: two stages for each element that needs the keys."""
-    q, k, v, _, saved, _ = own.inputs
+    q, k, v, _, saved, _ = program.inputs
 
     def fetch(index, i):
-        _, here, needed = own.element(own.spec, index)
-        here = own.with_rows(here, 0, own.plan.block_q)
+        _, here, needed = program.element(program.spec, index)
+        here = program.with_rows(here, 0, program.plan.block_q)
         count = jnp.int32(needed.count)
 
         @pl.when(count > 0)
         def _():
-            pipeline = own.shared.pipeline
+            pipeline = program.shared.pipeline
             pipeline.fill(i, rows=q.at(here), keys=k.at(here))
             pipeline.fill(i + 1, rows=saved.do.at(here), keys=v.at(here))
 
         return i + 2 * count
 
-    lax.fori_loop(own.first, own.end, fetch, jnp.int32(0))
+    lax.fori_loop(program.first, program.end, fetch, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
+class Consumer(gradients.Consumer):
     """A consumer warpgroup, which owns 64 rows of the thread block's tile.
 
     Attributes:
-      own: the thread block.
       rows: its rows, in tiles of the thread block.
-      where: its part of the gradient lies.
+      where: the place of its part of the gradient.
       spec: the thread block's, with the bias where it is loaded to.
     """
 
-    own: Program
+    program: Program
     rows: Any
-    where: program.Where
+    where: Where
     spec: AttentionSpec
 
     @classmethod
-    def start(cls, own: Program) -> Consumer:
+    def start(cls, program: Program) -> Consumer:
         """Loads its part of the bias, if that comes in tiles."""
-        me, shared, spec = own.warpgroup, own.shared, own.spec
+        me, shared, spec = program.warpgroup, program.shared, program.spec
         rows = pl.ds(me * ROWS, ROWS)
-        where = own.with_rows({**own.where, **own.of_keys}, me * ROWS, ROWS)
-        for view in early.by_tiles(spec)[: len(own.plan.bias)]:
+        where = program.with_rows({**program.where, **program.of_keys}, me * ROWS, ROWS)
+        for view in early.by_tiles(spec)[: len(program.plan.bias)]:
             tile, loaded = shared.bias.at[me], shared.bias_loaded.at[me]
             plgpu.copy_gmem_to_smem(view.at(where), tile, loaded)
             plgpu.barrier_wait(loaded)
             spec = early.in_tile(spec, tile)
-        return cls(own, rows, where, spec)
+        return cls(program, rows, where, spec)
 
     def issue(self, accumulator, i) -> None:
-        """The product of its rows and the keys of stage i, as soon as they are there.
+        """Issues the product of its rows and the keys of stage i, once they are there.
 
-        Scores are of the one, dp of the next.
+        An element's first stage gives its scores, the second one dp.
         """
-        shared = self.own.shared
-        pipeline = shared.pipeline
+        shared, pipeline = self.shared, self.shared.pipeline
         pipeline.wait("rows", i)
         # Addressed anew in every step of the loop.
         slot = support.as_if_varying(pipeline.slot(i), i)
@@ -258,14 +246,14 @@ class Consumer:
         plgpu.wgmma(accumulator, rows, support.transposed(keys))
 
 
-def _compute(own: Program) -> None:
+def _compute(program: Program) -> None:
     """The role of a consumer: its rows of the gradient, summed over the elements."""
-    consumer, plan = Consumer.start(own), own.plan
+    consumer, plan = Consumer.start(program), program.plan
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
-    _, total = lax.fori_loop(own.first, own.end, add, (jnp.int32(0), total))
-    total = (total * own.spec.dropout_scale).astype(own.dbias.dtype)
-    pairwise.store(own.dbias.at(consumer.where), total)
+    _, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
+    total = (total * program.spec.dropout_scale).astype(program.dbias.dtype)
+    pairwise.store(program.dbias.at(consumer.where), total)
 
 
 def _add(consumer: Consumer, index, state):
@@ -275,7 +263,7 @@ def _add(consumer: Consumer, index, state):
       state: the number of the element's first stage, and the sum.
     """
     i, total = state
-    _, here, needed = consumer.own.element(consumer.own.spec, index)
+    _, here, needed = consumer.program.element(consumer.program.spec, index)
     masked = _masked(needed)
     visit = functools.partial(_visit, consumer, index, i, here, masked, total)
     if isinstance(needed.count, int) and needed.count == 1:
@@ -291,23 +279,21 @@ def _masked(needed: Range):
 
 def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
     """The sum with an element added, whose stages are i and i + 1."""
-    own, saved = consumer.own, consumer.own.inputs.saved
-    spec, _, _ = own.element(consumer.spec, index)
-    where = own.with_rows(here, own.warpgroup * ROWS, ROWS)
+    program, saved = consumer.program, consumer.program.inputs.saved
+    spec, _, _ = program.element(consumer.spec, index)
+    where = program.with_rows(here, program.warpgroup * ROWS, ROWS)
     lse, delta = (support.load_vector(x.at(where), 0) for x in (saved.lse, saved.delta))
-    pipeline = own.shared.pipeline
+    plan, pipeline = consumer.plan, consumer.shared.pipeline
 
     def gradient(qk_acc, dp_acc):
         consumer.issue(qk_acc, i)
         consumer.issue(dp_acc, i + 1)
         qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
         pipeline.release("rows", i)
-        pairs = program.pairs(spec, where, ("t", "s"), masked, own.plan.launch)
-        scores = pairs.scores_of(qk, own.plan.dtype)
-        again = pairs.recompute(scores, pairs.along(lse, "t"))
+        again = gradients.recompute_rows(plan, spec, where, masked, qk, lse)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         pipeline.release("rows", i + 1)
-        dz = again.dz(dp, pairs.along(delta, "t"))
-        return total + pairs.operand_gradient("bias", dz, qk)
+        dz = again.dz(dp, again.pairs.along(delta, "t"))
+        return total + again.pairs.operand_gradient("bias", dz, qk)
 
-    return pl.run_scoped(gradient, own.plan.pairs, own.plan.pairs)
+    return pl.run_scoped(gradient, plan.accumulator, plan.accumulator)

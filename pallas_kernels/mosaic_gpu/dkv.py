@@ -31,12 +31,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import division, program
+from pallas_kernels import division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, load_tree
 from pallas_kernels.mosaic_gpu import gradients, memory, support
 from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, KeyProgram, Saved
+from pallas_kernels.program import query_head
 
 _CONSUMERS = 2
 
@@ -66,7 +67,6 @@ def dkv(
         _kernel,
         inputs.with_visits(layout),
         results,
-        rows={"t": plan.block_q, "s": plan.block_kv},
         shared=Shared.declare(plan),
         name="flash2_dkv",
     )
@@ -84,9 +84,8 @@ class Plan(gradients.Plan):
     in_float32: bool
 
     @property
-    def pairs(self):
-        """What a product of keys and queries is summed in."""
-        return plgpu.ACC((self.block_kv, self.block_q), F32)
+    def pair_block(self) -> dict[str, int]:
+        return {"s": self.block_kv, "t": self.block_q}
 
     @property
     def halves(self) -> dict[str, int]:
@@ -167,51 +166,49 @@ class Program(KeyProgram):
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
+class Consumer(gradients.Consumer):
     """A consumer warpgroup.
 
     Attributes:
-      own: the thread block.
       spec: with what varies along its keys loaded.
       count: how many work tiles there are.
       columns: its own, of dk (`h`) and of dv (`d`).
     """
 
-    own: Program
+    program: Program
     spec: AttentionSpec
     count: Any
     columns: dict[str, Any]
 
     @classmethod
-    def start(cls, own: Program) -> Consumer:
-        spec = load_tree(own.spec, ("s", "t"), own.block)
-        count, halves = support.unknown(own.tiles.count), own.plan.halves
-        columns = {x: pl.ds(own.warpgroup * n, n) for x, n in halves.items()}
-        return cls(own, spec, count, columns)
+    def start(cls, program: Program) -> Consumer:
+        spec = load_tree(program.spec, ("s", "t"), program.block)
+        count, halves = support.unknown(program.tiles.count), program.plan.halves
+        columns = {x: pl.ds(program.warpgroup * n, n) for x, n in halves.items()}
+        return cls(program, spec, count, columns)
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    own = Program.start(plan, inputs, outputs, Shared.bind(plan, refs))
-    gradients.run_roles(
-        plan,
-        own.warpgroup,
-        functools.partial(gradients.load, own),
-        functools.partial(_compute, own),
-    )
+    program = Program.start(plan, inputs, outputs, Shared.bind(plan, refs))
+    gradients.run_roles(program, gradients.load, _compute)
 
 
-def _compute(own: Program) -> None:
-    """The role of a consumer: its columns of dk and dv, of all work tiles."""
-    consumer, plan = Consumer.start(own), own.plan
-    plgpu.barrier_wait(own.shared.keys_loaded)
+def _compute(program: Program) -> None:
+    """The role of a consumer: it makes its columns of dk and dv."""
+    consumer, plan = Consumer.start(program), program.plan
+    plgpu.barrier_wait(program.shared.keys_loaded)
     accumulators = (plgpu.ACC((plan.block_kv, n), F32) for n in plan.halves.values())
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # both have read keys and values
     _store(consumer, dk, dv)
 
 
-def _walk(consumer: Consumer, dk_acc, dv_acc):
-    first = consumer.own.warpgroup
+def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
+    """This consumer's columns of dk and dv, over the spec's units.
+
+    These are `AttentionSpec.gradient_unit` and `dropout_scale`.
+    """
+    first = consumer.program.warpgroup
     pl.when(first < consumer.count)(lambda: _make_pairs(consumer, first))
 
     @pl.loop(0, consumer.count)
@@ -222,11 +219,14 @@ def _walk(consumer: Consumer, dk_acc, dv_acc):
 
 
 def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
-    """Own columns of dk and dv of a work tile; in turn, the pairs of one to come."""
-    own, shared = consumer.own, consumer.own.shared
+    """Adds a work tile to this consumer's columns of dk and dv.
+
+    The consumer that made its pairs then makes those of the next work tile but one.
+    """
+    program, shared = consumer.program, consumer.shared
     pipeline, slot = shared.pipeline, _maker(tile)
 
-    @pl.when(slot != own.warpgroup)
+    @pl.when(slot != program.warpgroup)
     def _():
         pipeline.wait("q", tile)
         pipeline.wait("do", tile)
@@ -242,7 +242,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
     pipeline.release("do", tile)
     coming = tile + _CONSUMERS
 
-    @pl.when((slot == own.warpgroup) & (coming < consumer.count))
+    @pl.when((slot == program.warpgroup) & (coming < consumer.count))
     def _():
         _make_pairs(consumer, coming)
 
@@ -254,35 +254,34 @@ def _maker(tile):
 
 def _make_pairs(consumer: Consumer, tile) -> None:
     """Puts p and dz of a work tile where both consumers read them."""
-    own, shared = consumer.own, consumer.own.shared
-    slot, there = _maker(tile), own.tiles.at(tile)
-    spec, _, _ = program.query_head(
-        consumer.spec, own.block, own.plan.layout, there["n"]
-    )
-    where = {**there, "s": own.block["s"]}
-    products = functools.partial(_pairs, own, spec, where, tile, slot)
-    p, dz = pl.run_scoped(products, own.plan.pairs, own.plan.pairs)
+    program, shared = consumer.program, consumer.shared
+    slot, there = _maker(tile), program.tiles.at(tile)
+    layout, block = program.plan.layout, program.block
+    spec, _, _ = query_head(consumer.spec, block, layout, there["n"])
+    where = {**there, "s": block["s"]}
+    products = functools.partial(_pairs, program, spec, where, tile, slot)
+    p, dz = pl.run_scoped(products, *[program.plan.accumulator] * 2)
     shared.p.at[slot][...] = p
     shared.dz.at[slot][...] = dz
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.pairs_made.at[slot])
 
 
-def _pairs(own: Program, spec, where, tile, slot, qk_acc, dp_acc):
+def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
     """p and dz of a work tile, from the products k q^T and v do^T.
 
     Args:
       spec, where: of its pairs.
       slot: where p and dz will be put.
     """
-    shared, pipeline = own.shared, own.shared.pipeline
+    shared, pipeline = program.shared, program.shared.pipeline
     q, do = pipeline.tile("q", tile), pipeline.tile("do", tile)
     pipeline.wait("q", tile)
     plgpu.wgmma(qk_acc, _in_loop(shared.k, tile), support.transposed(q))
     pipeline.wait("do", tile)
     plgpu.wgmma(dp_acc, _in_loop(shared.v, tile), support.transposed(do))
     qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
-    again = own.recompute(spec, where, own.tiles.masked(tile), tile, qk)
+    again = program.recompute(spec, where, program.tiles.masked(tile), tile, qk)
     p = again.dropped
 
     # The compiler moves nothing across this branch, so that exponents are computed
@@ -292,8 +291,8 @@ def _pairs(own: Program, spec, where, tile, slot, qk_acc, dp_acc):
         plgpu.barrier_wait(shared.pairs_read.at[slot])
 
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = own.along_queries("delta", again.pairs, tile)
-    dtype = own.plan.dtype
+    delta = program.along_queries("delta", again.pairs, tile)
+    dtype = program.plan.dtype
     return p.astype(dtype), again.dz(dp, delta).astype(dtype)
 
 
@@ -306,18 +305,18 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     """dk and dv of the block of keys go to global memory.
 
     Args:
-      dk, dv: the sums of this consumer's columns.
+      dk, dv: what `_walk` gave.
     """
-    own, shared = consumer.own, consumer.own.shared
-    (dk_out, dv_out), columns = own.outputs, consumer.columns
-    dk, dv = dk * own.spec.gradient_unit, dv * own.spec.dropout_scale
+    program, shared = consumer.program, consumer.shared
+    (dk_out, dv_out), columns = program.outputs, consumer.columns
+    dk, dv = dk * program.spec.gradient_unit, dv * program.spec.dropout_scale
     shared.dk.at[:, columns["h"]][...] = dk.astype(dk_out.dtype)
     shared.dv.at[:, columns["d"]][...] = dv.astype(dv_out.dtype)
     plgpu.commit_smem()
-    own.plan.sync_consumers()
+    program.plan.sync_consumers()
 
-    @pl.when(own.warpgroup == 0)
+    @pl.when(program.warpgroup == 0)
     def _():
-        plgpu.copy_smem_to_gmem(shared.dk, dk_out.at(own.block))
-        plgpu.copy_smem_to_gmem(shared.dv, dv_out.at(own.block))
+        plgpu.copy_smem_to_gmem(shared.dk, dk_out.at(program.block))
+        plgpu.copy_smem_to_gmem(shared.dv, dv_out.at(program.block))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -9,8 +9,8 @@ The producer warpgroup loads keys and values, by TMA. A consumer warpgroup compu
 rows, [queries, keys]: dz goes to its product from registers, and dq is summed there.
 The scores of the next keys are computed beside dq:
 
-    producer | k 0, v 0  k 1  v 1  k 2  v 2 ...   v follows as soon as its one stage
-    consumer | q k0^T | do v0^T, p, dz | dz k0, q k1^T | do v1^T, p, dz | ...  is read
+    producer | load k0, v0, k1   | load v1, k2, as soon as v0 and k0 are read | ...
+    consumer | q k0^T | do v0^T, p, dz | dz k0, q k1^T | do v1^T, p, dz | dz k1, ...
 
 Shared memory: q, do [64, ...] of each consumer, dq in place of q; num_stages times k
 [block_kv, H], once v [block_kv, Hv].
@@ -29,15 +29,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
+from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Plan, Saved
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
 
 def dq(
@@ -64,21 +64,10 @@ def dq(
         _kernel,
         inputs,
         [output],
-        rows={"t": ROWS, "s": plan.block_kv},
         shared=Shared.declare(plan),
         name="flash2_dq",
     )
     return found.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan(gradients.Plan):
-    """The plan of this kernel."""
-
-    @property
-    def pairs(self):
-        """What a product of queries and keys is summed in."""
-        return plgpu.ACC((ROWS, self.block_kv), F32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +117,7 @@ class Program:
       shared: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded.
-      where: the thread block is.
+      where: the place of the thread block.
       start: its first query.
       needed: the blocks of keys that it visits.
       count: how many they are.
@@ -140,7 +129,7 @@ class Program:
     shared: Shared
     warpgroup: Any
     spec: AttentionSpec
-    where: program.Where
+    where: Where
     start: Any
     needed: Range
     count: Any
@@ -148,8 +137,8 @@ class Program:
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, result, shared: Shared) -> Program:
         warpgroup = lax.axis_index("warpgroup")
-        spec, where, start = program.query_start(inputs.spec, plan.layout)
-        needed = program.key_blocks(spec, where, plan.layout, start)
+        spec, where, start = query_start(inputs.spec, plan.layout)
+        needed = key_blocks(spec, where, plan.layout, start)
         known = plan, inputs, result, shared, warpgroup
         return cls(*known, spec, where, start, needed, jnp.int32(needed.count))
 
@@ -160,85 +149,80 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
+class Consumer(gradients.Consumer):
     """A consumer warpgroup, which owns 64 of the thread block's queries.
 
     Attributes:
-      own: the thread block.
       spec: with what varies along its queries loaded.
-      where: its queries lie.
+      where: the place of its queries.
       lse, delta: vectors of its queries.
     """
 
-    own: Program
+    program: Program
     spec: AttentionSpec
-    where: program.Where
+    where: Where
     lse: jax.Array
     delta: jax.Array
 
     @classmethod
-    def start(cls, own: Program) -> Consumer:
+    def start(cls, program: Program) -> Consumer:
         """Begins to load q and do of its queries, and loads their vectors."""
-        me, inputs, layout = own.warpgroup, own.inputs, own.plan.layout
-        start = own.start + me * ROWS
-        spec, where = program.query_rows(own.spec, own.where, layout, start, ROWS)
-        loaded = own.shared.queries_loaded
-        for x, tile in ((inputs.q, own.shared.q), (inputs.saved.do, own.shared.do)):
-            plgpu.copy_gmem_to_smem(x.at(where), tile.at[me], loaded.at[me])
+        me, inputs, layout = program.warpgroup, program.inputs, program.plan.layout
+        start = program.start + me * ROWS
+        spec, where = query_rows(program.spec, program.where, layout, start, ROWS)
+        shared, do = program.shared, inputs.saved.do
+        loaded = shared.queries_loaded.at[me]
+        plgpu.copy_gmem_to_smem(inputs.q.at(where), shared.q.at[me], loaded)
+        plgpu.copy_gmem_to_smem(do.at(where), shared.do.at[me], loaded)
         vectors = inputs.saved.lse, inputs.saved.delta
         lse, delta = (support.load_vector(x.at(where), 0) for x in vectors)
-        return cls(own, spec, where, lse, delta)
+        return cls(program, spec, where, lse, delta)
 
     def tile(self, tiles, i):
         """Its tile of q or do, addressed anew in every step i of a loop."""
-        return tiles.at[support.as_if_varying(self.own.warpgroup, i)]
+        return tiles.at[support.as_if_varying(self.program.warpgroup, i)]
 
     def issue_scores(self, qk_acc, i) -> None:
         """The product of its queries and the i-th block of keys."""
-        k, q = self.own.shared.keys.tile("k", i), self.own.shared.q
+        k, q = self.shared.keys.tile("k", i), self.shared.q
         plgpu.wgmma(qk_acc, self.tile(q, i), support.transposed(k))
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
     (result,) = outputs
-    own = Program.of(plan, inputs, result, Shared.bind(plan, refs))
-    gradients.run_roles(
-        plan,
-        own.warpgroup,
-        functools.partial(_load, own),
-        functools.partial(_compute, own),
-    )
+    program = Program.of(plan, inputs, result, Shared.bind(plan, refs))
+    gradients.run_roles(program, _load, _compute)
 
 
-def _load(own: Program) -> None:
+def _load(program: Program) -> None:
     """The role of the producer: keys and values, block by block."""
 
-    @pl.loop(0, own.count)
+    @pl.loop(0, program.count)
     def _(i):
-        here = {**own.where, "s": own.keys_at(i)}
-        own.shared.keys.fill(i, k=own.inputs.k.at(here))
-        own.shared.values.fill(i, v=own.inputs.v.at(here))
+        here = {**program.where, "s": program.keys_at(i)}
+        program.shared.keys.fill(i, k=program.inputs.k.at(here))
+        program.shared.values.fill(i, v=program.inputs.v.at(here))
 
 
-def _compute(own: Program) -> None:
+def _compute(program: Program) -> None:
     """The role of a consumer: dq of its queries."""
-    consumer, me = Consumer.start(own), own.warpgroup
-    plgpu.barrier_wait(own.shared.queries_loaded.at[me])
-    accumulator = plgpu.ACC((ROWS, own.plan.width["h"]), F32)
+    consumer, me = Consumer.start(program), program.warpgroup
+    plgpu.barrier_wait(program.shared.queries_loaded.at[me])
+    accumulator = plgpu.ACC((ROWS, program.plan.width["h"]), F32)
     total = pl.run_scoped(functools.partial(_walk, consumer), accumulator)
     _store(consumer, total)
 
 
 def _walk(consumer: Consumer, dq_acc) -> jax.Array:
     """The sum of dz k over all blocks of keys."""
-    count, keys = consumer.own.count, consumer.own.shared.keys
+    count, keys = consumer.program.count, consumer.shared.keys
     first, end = jnp.int32(0), support.unknown(count)
 
     @pl.when(count > 0)
     def _():
         keys.wait("k", first)
         scores = functools.partial(_first_scores, consumer, first)
-        qk = pl.run_scoped(scores, consumer.own.plan.pairs)
+        qk = pl.run_scoped(scores, consumer.plan.accumulator)
         lax.fori_loop(first, end, functools.partial(_visit, consumer, dq_acc), qk)
 
     return dq_acc[...]
@@ -255,16 +239,17 @@ def _visit(consumer: Consumer, dq_acc, i, qk: jax.Array) -> jax.Array:
     Args:
       qk: the scores' products, which the last step made.
     """
-    own, keys = consumer.own, consumer.own.shared.keys
+    program, keys = consumer.program, consumer.shared.keys
     i = support.unknown(i)
-    has_next, next_i = i + 1 < own.count, minimum(i + 1, own.count - 1)
-    masked = own.needed.in_order(i)[0] if gradients.has_edges(own.needed) else False
+    has_next, next_i = i + 1 < program.count, minimum(i + 1, program.count - 1)
+    needed = program.needed
+    masked = needed.in_order(i)[0] if gradients.has_edges(needed) else False
 
     def wait_for_next():
         pl.when(has_next)(lambda: keys.wait("k", next_i))
 
     pairs = functools.partial(_pairs, consumer, i, qk, masked, wait_for_next)
-    dz = pl.run_scoped(pairs, own.plan.pairs)
+    dz = pl.run_scoped(pairs, consumer.plan.accumulator)
 
     def products(qk_acc):
         plgpu.wgmma(dq_acc, dz, keys.tile("k", i))
@@ -272,27 +257,28 @@ def _visit(consumer: Consumer, dq_acc, i, qk: jax.Array) -> jax.Array:
         plgpu.wgmma_wait(0)
         return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
 
-    qk = pl.run_scoped(products, own.plan.pairs)
+    qk = pl.run_scoped(products, consumer.plan.accumulator)
     pl.when(has_next)(lambda: keys.release("k", i))
     return qk
 
 
 def _pairs(consumer: Consumer, i, qk, masked, wait_for_next, dp_acc) -> jax.Array:
     """dz of the i-th block of keys, while the product do v^T runs."""
-    own, values = consumer.own, consumer.own.shared.values
+    program, plan, values = consumer.program, consumer.plan, consumer.shared.values
     values.wait("v", i)
-    v, do = values.tile("v", i), consumer.tile(own.shared.do, i)
+    v, do = values.tile("v", i), consumer.tile(program.shared.do, i)
     plgpu.wgmma(dp_acc, do, support.transposed(v))
-    where = {**consumer.where, "s": own.keys_at(i)}
-    pairs = program.pairs(consumer.spec, where, ("t", "s"), masked, own.plan.launch)
-    scores = pairs.scores_of(qk, own.plan.dtype)
-    again = pairs.recompute(scores, pairs.along(consumer.lse, "t"))
+    where = {**consumer.where, "s": program.keys_at(i)}
+    again = gradients.recompute_rows(
+        plan, consumer.spec, where, masked, qk, consumer.lse
+    )
     # The compiler moves nothing across this branch, so that exponents are computed
     # while the product runs.
     wait_for_next()
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
     values.release("v", i)
-    return again.dz(dp, pairs.along(consumer.delta, "t")).astype(own.plan.dtype)
+    dz = again.dz(dp, again.pairs.along(consumer.delta, "t")).astype(plan.dtype)
+    return dz
 
 
 def _store(consumer: Consumer, total: jax.Array) -> None:
@@ -301,12 +287,12 @@ def _store(consumer: Consumer, total: jax.Array) -> None:
     Args:
       total: dq over `AttentionSpec.gradient_unit`.
     """
-    own = consumer.own
-    tile = own.shared.q.at[own.warpgroup]
+    program = consumer.program
+    tile = program.shared.q.at[program.warpgroup]
     # A row without keys may have met values that are not finite.
     has_keys = support.ARITHMETIC.along(consumer.lse, -2, total.shape) != jnp.inf
     total = jnp.where(has_keys, total * consumer.spec.gradient_unit, 0.0)
-    tile[...] = total.astype(own.dq.dtype)
+    tile[...] = total.astype(program.dq.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, own.dq.at(consumer.where))
+    plgpu.copy_smem_to_gmem(tile, program.dq.at(consumer.where))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

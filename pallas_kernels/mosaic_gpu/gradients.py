@@ -27,7 +27,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.ranges import Range
@@ -37,6 +36,9 @@ from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support, tuning
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
+from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where, key_program, with_end
+from pallas_kernels.program import pairs as pairs_of_block
 
 F32 = jnp.float32
 
@@ -110,6 +112,29 @@ class Plan:
         """Of the pipeline."""
         return self.launch.blocks.num_stages
 
+    @property
+    def pair_block(self) -> dict[str, int]:
+        """The block of pairs that a consumer computes: its axes in order, their sizes.
+
+        This one is of a consumer that owns 64 queries.
+        """
+        return {"t": ROWS, "s": self.block_kv}
+
+    @property
+    def accumulator(self):
+        """Registers in which a product of the block's queries and keys is summed."""
+        return plgpu.ACC(tuple(self.pair_block.values()), F32)
+
+    def pairs(self, spec: AttentionSpec, where: Where, masked) -> Pairs:
+        """The block of pairs at `where`.
+
+        Args:
+          spec: with what does not vary inside the loop loaded.
+          masked: whether some of them may be masked.
+        """
+        order = tuple(self.pair_block)
+        return pairs_of_block(spec, where, order, masked, self.launch)
+
     @functools.cached_property
     def width(self) -> dict[str, int]:
         """Columns of tiles of heads, by axis: `h` of queries and keys, `d` of values.
@@ -154,7 +179,6 @@ class Plan:
         inputs: Inputs,
         results: Sequence[Named],
         *,
-        rows: Mapping[str, int],
         shared: Mapping[str, Any],
         name: str,
     ) -> tuple[Named, ...]:
@@ -162,7 +186,6 @@ class Plan:
 
         Args:
           results: shape structs.
-          rows: of `t` and `s` in the block of pairs that a consumer computes.
           shared: what `Shared.declare` gave.
           name: of the kernel in profiles.
         """
@@ -172,7 +195,7 @@ class Plan:
             self.layout,
             inputs,
             tuple(results),
-            block={**rows, **wider},
+            block={**self.pair_block, **wider},
             tiles=self.width,
             scratch=shared,
             warpgroups=self.consumers + 1,
@@ -188,22 +211,61 @@ class Plan:
         support.named_barrier("sync", number, self.consumers)
 
 
-def run_roles(plan: Plan, warpgroup, produce: Callable, consume: Callable) -> None:
+def run_roles(program, produce: Callable, consume: Callable) -> None:
     """Runs the role of this warpgroup: the last one produces, all others consume.
 
     The producer gives up registers, and the consumers take them.
-    """
-    fewer, more = tuning.REGISTERS[plan.consumers]
 
-    @pl.when(warpgroup == plan.consumers)
+    Args:
+      program: a thread block, with its `plan` and the number of this `warpgroup`.
+      produce, consume: the roles, functions of the thread block.
+    """
+    consumers, warpgroup = program.plan.consumers, program.warpgroup
+    fewer, more = tuning.REGISTERS[consumers]
+
+    @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(fewer, action="decrease")
-        produce()
+        produce(program)
 
-    @pl.when(warpgroup < plan.consumers)
+    @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        consume()
+        consume(program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """A consumer warpgroup.
+
+    Attributes:
+      program: of its thread block.
+    """
+
+    program: Any
+
+    @property
+    def plan(self):
+        return self.program.plan
+
+    @property
+    def shared(self):
+        return self.program.shared
+
+
+def recompute_rows(
+    plan: Plan, spec: AttentionSpec, where: Where, masked, qk: jax.Array, lse: jax.Array
+) -> Recomputed:
+    """The probabilities of a block of pairs, [queries, keys].
+
+    Args:
+      spec, where, masked: as of `Plan.pairs`.
+      qk: products of queries and keys.
+      lse: of the queries.
+    """
+    pairs = plan.pairs(spec, where, masked)
+    scores = pairs.scores_of(qk, plan.dtype)
+    return pairs.recompute(scores, pairs.along(lse, "t"))
 
 
 def has_edges(needed: Range) -> bool:
@@ -281,7 +343,7 @@ class KeyProgram:
       shared: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded, and without `AttentionSpec.keys`.
-      where: the thread block is.
+      where: the place of the thread block.
       tiles: its work tiles.
     """
 
@@ -291,19 +353,19 @@ class KeyProgram:
     shared: Any
     warpgroup: Any
     spec: AttentionSpec
-    where: program.Where
+    where: Where
     tiles: Tiles
 
     @classmethod
     def start(cls, plan: Plan, inputs: Inputs, outputs, shared: KeyShared) -> Self:
         warpgroup, layout = lax.axis_index("warpgroup"), plan.layout
         spec = dataclasses.replace(inputs.spec, keys=None)
-        spec, where = program.key_program(program.with_end(spec, layout), layout)
+        spec, where = key_program(with_end(spec, layout), layout)
         tiles = Tiles.of(spec, where, layout, inputs.visits)
         return cls(plan, inputs, outputs, shared, warpgroup, spec, where, tiles)
 
     @property
-    def block(self) -> program.Where:
+    def block(self) -> Where:
         """Where the block of keys lies."""
         return {**self.where, "s": Rows(self.where["s"].start, self.plan.block_kv)}
 
@@ -316,23 +378,22 @@ class KeyProgram:
         """The probabilities of a work tile's pairs, transposed: [keys, queries].
 
         Args:
-          spec, where: of the pairs.
-          masked: whether some of them may be masked.
+          spec, where, masked: as of `Plan.pairs`.
           qk: products of keys and queries.
         """
-        pairs = program.pairs(spec, where, ("s", "t"), masked, self.plan.launch)
+        pairs = self.plan.pairs(spec, where, masked)
         lse = self.along_queries("lse", pairs, tile)
         return pairs.recompute(pairs.scores_of(qk, self.plan.dtype), lse)
 
 
-def load(own: KeyProgram) -> None:
+def load(program: KeyProgram) -> None:
     """The producer loads the block's keys and values, then queries tile by tile."""
-    shared, (q, k, v, _, saved, _) = own.shared, own.inputs
+    shared, (q, k, v, _, saved, _) = program.shared, program.inputs
     for x, tile in ((k, shared.k_copied), (v, shared.v_copied)):
-        plgpu.copy_gmem_to_smem(x.at(own.block), tile.at[0], shared.keys_loaded)
+        plgpu.copy_gmem_to_smem(x.at(program.block), tile.at[0], shared.keys_loaded)
 
-    @pl.loop(0, own.tiles.count)
+    @pl.loop(0, program.tiles.count)
     def _(tile):
-        here, pipeline = own.tiles.at(tile), shared.pipeline
+        here, pipeline = program.tiles.at(tile), shared.pipeline
         pipeline.fill(tile, q=q.at(here), lse=saved.lse.at(here))
         pipeline.fill(tile, do=saved.do.at(here), delta=saved.delta.at(here))
