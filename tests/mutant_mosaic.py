@@ -84,14 +84,14 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dbias.py",
         (
             "dropout's scale forgotten",
-            "(total * spec.dropout_scale)",
+            "(total * program.spec.dropout_scale)",
             "total",
             OF_BIAS,
         ),
         (
             "the first element's keys for all",
-            "ring.fill(i + 1, rows=do.at(here), keys=v.at(here))",
-            "ring.fill(i + 1, rows=do.at(here), keys=v.at(where | of_keys))",
+            "rows=saved.do.at(here), keys=v.at(here))",
+            "rows=saved.do.at(here), keys=v.at(program.where | program.of_keys))",
             OF_BIAS,
         ),
     ),
@@ -123,8 +123,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dq.py",
         (
             "dq by itself with another vector of rows",
-            'pairs.along(change, "t")).astype',
-            'pairs.along(lse, "t")).astype',
+            'pairs.along(consumer.delta, "t")).astype',
+            'pairs.along(consumer.lse, "t")).astype',
             APART,
         ),
     ),
@@ -132,8 +132,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dkv.py",
         (
             "dk of probabilities",
-            'refs["dz"].at[slot], q_own',
-            'refs["p"].at[slot], q_own',
+            "shared.dz.at[slot], q_own",
+            "shared.p.at[slot], q_own",
             APART,
         ),
         (
@@ -294,11 +294,11 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/backward.py",
+        "pallas_kernels/mosaic_gpu/backward_consumer.py",
         (
             "pairs of the last tile once more",
-            "words = fetch(after)",
-            "words = fetch(tile)",
+            "prefetched = consumer.prefetch(tile.next)",
+            "prefetched = consumer.prefetch(tile.number)",
             "tests/test_mosaic_interpreted.py -m '' -k 'rule and bias_half'",
         ),
     ),

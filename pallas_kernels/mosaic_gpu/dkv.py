@@ -1,21 +1,29 @@
 """Gradients of keys and values for Hopper, by themselves (Dao 2023, algorithm 2).
 
-For wide heads (`tuning.makes_dq_apart`); `dq` makes the gradient of queries. Grid: (key
-blocks, key/value heads, batch axes). A program owns 64 keys and loops over the query
-heads of its group and the blocks of 64 queries that meet its keys. Two warpgroups have
-half the columns of dk and dv each, in registers. They take turns at making p and dz of
-a block of queries, transposed, [keys, queries], for both: so one makes exponents while
-the other multiplies. One more warpgroup loads queries, by TMA.
+This kernel is for wide heads (`tuning.makes_dq_apart`), and `dq` then makes the
+gradient of queries. Grid: (key blocks, key/value heads, batch axes). A thread block
+owns 64 keys and visits work tiles: the query heads of its group, and the blocks of 64
+queries that meet its keys.
+
+The producer warpgroup loads queries, by TMA. Each of the two consumer warpgroups has
+half of the columns of dk and dv, in registers. They alternate (ping-pong) in making p
+and dz of a work tile, transposed, [keys, queries], for both. So one computes
+exponents while the other multiplies:
+
+    consumer 0 | p, dz of 0 | dk, dv of 0 | p, dz of 2 | dk, dv of 1 | dk, dv of 2 | ...
+    consumer 1 | p, dz of 1 | dk, dv of 0 | dk, dv of 1 | p, dz of 3 | dk, dv of 2 | ...
 
 Shared memory: k, v [64, ...]; num_stages times q, do [64, ...], their log-sum-exps and
-delta; for each warpgroup p and dz [keys, queries]. dk and dv leave in place of k and v,
-or, where they are parts in float32 (`division`), of queries.
+delta; for each consumer p and dz [keys, queries]. dk and dv leave in place of k and v.
+Where they are parts in float32 (`division`) they leave in place of queries.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +31,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import division, program
+from pallas_kernels import division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows, load_tree
-from pallas_kernels.mosaic_gpu import memory, support, tuning
-from pallas_kernels.mosaic_gpu.ring import Ring
-from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
+from pallas_kernels.layout import Launch, load_tree
+from pallas_kernels.mosaic_gpu import gradients, memory, support
+from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, KeyProgram, Saved
+from pallas_kernels.program import query_head
 
-_F32 = jnp.float32
-_COMPUTING = 2  # warpgroups
-# A named barrier: the first ones are the block's and its warpgroups'.
-_TOGETHER = _COMPUTING + 2
+_CONSUMERS = 2
 
 
 def dkv(
@@ -53,199 +58,265 @@ def dkv(
       q, k, v, spec, saved, launch: as of `backward.backward`.
       outputs: shape structs of dk and dv.
     """
-    blocks = launch.blocks
-    operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dkv", operands, launch)
+    inputs = Inputs(q, k, v, spec, Saved(*saved))
+    layout = memory.Layout.of("dkv", inputs.and_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
-    wide = results[0].dtype != k.dtype
-    rows, keys = blocks.block_q, blocks.block_kv
-    width = tuning.head_tiles(layout.size)
-    elements, wider = memory.of_tiles(layout.size, width)
-    visits = visits_of(spec, layout)
-
-    def kernel(inputs, outputs, refs):
-        q, k, v, spec, (lse_log2, delta, do), visits = inputs
-        dk, dv = outputs
-        me = lax.axis_index("warpgroup")
-        ring = Ring(refs, blocks.num_stages)
-        spec, where = program.key_program(program.with_end(spec, layout), layout)
-        own = {**where, "s": Rows(where["s"].start, keys)}
-        tiles = Tiles.of(spec, where, layout, visits)
-
-        @pl.when(me == _COMPUTING)
-        def load():
-            plgpu.set_max_registers(tuning.REGISTERS[_COMPUTING][0], action="decrease")
-            plgpu.copy_gmem_to_smem(k.at(own), refs["k"].at[0], refs["own here"])
-            plgpu.copy_gmem_to_smem(v.at(own), refs["v"].at[0], refs["own here"])
-
-            @pl.loop(0, tiles.count)
-            def _(tile):
-                here = tiles.at(tile)
-                ring.fill(tile, q=q.at(here), lse=lse_log2.at(here))
-                ring.fill(tile, do=do.at(here), delta=delta.at(here))
-
-        @pl.when(me < _COMPUTING)
-        def compute():
-            plgpu.set_max_registers(tuning.REGISTERS[_COMPUTING][1], action="increase")
-            own_spec = load_tree(spec, ("s", "t"), own)
-            count = support.opaque(tiles.count)
-            block_sum = plgpu.ACC((keys, rows), _F32)
-            columns = {x: pl.ds(me * half, half) for x, half in _halves(width).items()}
-
-            def turn(tile):
-                """Which warpgroup makes p and dz of a tile, and where they are put."""
-                return lax.rem(tile, jnp.int32(_COMPUTING))
-
-            def keys_at(name, tile):
-                return refs[name].at[support.keep_in_loop(0, tile)]
-
-            def vector(name, tile):
-                return support.load_vector(ring.tile(name, tile), 1, shared=True)
-
-            def make_pairs(tile):
-                """p and dz of a tile, for both warpgroups."""
-                slot, there = turn(tile), tiles.at(tile)
-                head_spec, _, _ = program.query_head(own_spec, own, layout, there["n"])
-                here = {**there, "s": own["s"]}
-                q_tile, do_tile = ring.tile("q", tile), ring.tile("do", tile)
-
-                def products(qk_sum, dp_sum):
-                    ring.wait("q", tile)
-                    plgpu.wgmma(qk_sum, keys_at("k", tile), support.transposed(q_tile))
-                    ring.wait("do", tile)
-                    plgpu.wgmma(dp_sum, keys_at("v", tile), support.transposed(do_tile))
-                    qk = plgpu.wgmma_accumulator_load(qk_sum, wait_n=1)
-                    masked = tiles.masked(tile)
-                    pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
-                    lse = pairs.along(vector("lse", tile), "t")
-                    again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse)
-                    p = again.dropped
-
-                    # The compiler moves nothing across this branch: exponents are made
-                    # while the product for dp runs.
-                    @pl.when(tile >= _COMPUTING)
-                    def _():
-                        plgpu.barrier_wait(refs["pairs read"].at[slot])
-
-                    dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    change = pairs.along(vector("delta", tile), "t")
-                    return p.astype(do.dtype), again.dz(dp, change).astype(q.dtype)
-
-                p, dz = pl.run_scoped(products, block_sum, block_sum)
-                refs["p"].at[slot][...] = p
-                refs["dz"].at[slot][...] = dz
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(refs["pairs here"].at[slot])
-
-            def visit(dk_sum, dv_sum, tile):
-                """Own columns of dk and dv of a tile; in turn, pairs of one to come."""
-                slot = turn(tile)
-
-                @pl.when(slot != me)
-                def _():
-                    ring.wait("q", tile)
-                    ring.wait("do", tile)
-
-                plgpu.barrier_wait(refs["pairs here"].at[slot])
-                do_own = ring.tile("do", tile).at[:, columns["d"]]
-                q_own = ring.tile("q", tile).at[:, columns["h"]]
-                plgpu.wgmma(dv_sum, refs["p"].at[slot], do_own)
-                plgpu.wgmma(dk_sum, refs["dz"].at[slot], q_own)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(refs["pairs read"].at[slot])
-                ring.release("q", tile)
-                ring.release("do", tile)
-                after = tile + _COMPUTING
-
-                @pl.when((slot == me) & (after < count))
-                def _():
-                    make_pairs(after)
-
-            def walk(dk_sum, dv_sum):
-                pl.when(me < count)(lambda: make_pairs(me))
-
-                @pl.loop(0, count)
-                def _(tile):
-                    visit(dk_sum, dv_sum, support.opaque(tile))
-
-                return dk_sum[...], dv_sum[...]
-
-            plgpu.barrier_wait(refs["own here"])
-            sums = (plgpu.ACC((keys, half), _F32) for half in _halves(width).values())
-            dk_block, dv_block = pl.run_scoped(walk, *sums)
-            # Both have read keys and values.
-            support.named_barrier("sync", jnp.int32(_TOGETHER), _COMPUTING)
-            dk_block, dv_block = (
-                dk_block * spec.gradient_unit,
-                dv_block * spec.dropout_scale,
-            )
-            dk_tile, dv_tile = (
-                (refs["dk"], refs["dv"]) if wide else (refs["k"].at[0], refs["v"].at[0])
-            )
-            dk_tile.at[:, columns["h"]][...] = dk_block.astype(dk.dtype)
-            dv_tile.at[:, columns["d"]][...] = dv_block.astype(dv.dtype)
-            plgpu.commit_smem()
-            support.named_barrier("sync", jnp.int32(_TOGETHER), _COMPUTING)
-
-            @pl.when(me == 0)
-            def _():
-                plgpu.copy_smem_to_gmem(dk_tile, dk.at(own))
-                plgpu.copy_smem_to_gmem(dv_tile, dv.at(own))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    found = memory.call(
-        kernel,
-        layout,
-        (q, k, v, spec, saved, visits),
+    in_float32 = results[0].dtype != k.dtype
+    plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)
+    found = plan.call(
+        _kernel,
+        inputs.with_visits(layout),
         results,
-        block={"t": rows, "s": keys, **wider},
-        tiles=width,
-        scratch=_shared(blocks, width, elements, q.dtype, wide),
-        warpgroups=_COMPUTING + 1,
+        shared=Shared.declare(plan),
         name="flash2_dkv",
     )
     return division.summed(found, outputs)
 
 
-def _halves(width) -> dict[str, int]:
-    """Columns of a warpgroup."""
-    return {name: width[name] // _COMPUTING for name in "hd"}
+@dataclasses.dataclass(frozen=True)
+class Plan(gradients.Plan):
+    """The plan of this kernel.
+
+    Attributes:
+      in_float32: whether dk and dv are, which are parts then.
+    """
+
+    in_float32: bool
+
+    @property
+    def pair_block(self) -> dict[str, int]:
+        return {"s": self.block_kv, "t": self.block_q}
+
+    @property
+    def halves(self) -> dict[str, int]:
+        """Columns of dk (`h`) and of dv (`d`) that a consumer makes."""
+        return {head: self.width[head] // _CONSUMERS for head in "hd"}
 
 
-def _shared(blocks, width, elements, dtype, wide: bool) -> dict:
-    """Tiles and barriers of a program, by name.
+@dataclasses.dataclass(frozen=True)
+class Shared(gradients.KeyShared):
+    """Shared memory of a thread block.
+
+    Attributes:
+      p, dz: [2, block_kv, block_q], p and dz of a work tile from each consumer.
+      pairs_made: for each of them, the barrier that says that p and dz are there.
+      pairs_read: for each of them, the barrier at which both consumers say that they
+        have read them.
+      dk, dv: [block_kv, ...], what leaves; it lies where something else was.
+    """
+
+    p: Any
+    dz: Any
+    pairs_made: Any
+    pairs_read: Any
+    dk: Any
+    dv: Any
+
+    @classmethod
+    def declare(cls, plan: Plan) -> dict[str, Any]:
+        rows, keys = plan.block_q, plan.block_kv
+        part = {x: math.gcd(plan.swizzled[x], plan.halves[x]) for x in "hd"}
+
+        def tile(head: str, *shape: int, dtype=None):
+            return plan.tile(head, *shape, dtype=dtype, swizzled=part[head])
+
+        def queries(name: str, gradient: str, head: str):
+            stages = tile(head, plan.stages, rows)
+            if not plan.in_float32:
+                return {name: stages}
+            leaves = tile(head, keys, dtype=F32)
+            return {f"{name} or {gradient}": support.in_one_place(stages, leaves)}
+
+        def pairs(head: str):  # both operands of a product have one swizzle
+            return support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head])
+
+        barriers = functools.partial(plgpu.Barrier, num_barriers=_CONSUMERS)
+        return {
+            **cls.declare_keys(tile("h", 1, keys), tile("d", 1, keys)),
+            "p": pairs("d"),
+            "dz": pairs("h"),
+            "pairs here": barriers(num_arrivals=1),
+            "pairs read": barriers(num_arrivals=_CONSUMERS),
+            **cls.declare_queries(
+                plan, queries("q", "dk", "h"), queries("do", "dv", "d")
+            ),
+        }
+
+    @classmethod
+    def bind(cls, plan: Plan, refs) -> Shared:
+        in_place = refs["k"].at[0], refs["v"].at[0]
+        dk, dv = (refs["dk"], refs["dv"]) if plan.in_float32 else in_place
+        return cls.of(
+            plan,
+            refs,
+            p=refs["p"],
+            dz=refs["dz"],
+            pairs_made=refs["pairs here"],
+            pairs_read=refs["pairs read"],
+            dk=dk,
+            dv=dv,
+        )
+
+
+class Program(KeyProgram):
+    """A thread block, in which both consumers own all of its keys."""
+
+    plan: Plan
+    shared: Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(gradients.Consumer):
+    """A consumer warpgroup.
+
+    Attributes:
+      spec: with what varies along its keys loaded.
+      count: how many work tiles there are.
+      columns: its own, of dk (`h`) and of dv (`d`).
+    """
+
+    program: Program
+    spec: AttentionSpec
+    count: Any
+    columns: dict[str, Any]
+
+    @classmethod
+    def start(cls, program: Program) -> Consumer:
+        spec = load_tree(program.spec, ("s", "t"), program.block)
+        count, halves = support.opaque(program.tiles.count), program.plan.halves
+        columns = {x: pl.ds(program.warpgroup * n, n) for x, n in halves.items()}
+        return cls(program, spec, count, columns)
+
+
+def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
+    program = Program.start(plan, inputs, outputs, Shared.bind(plan, refs))
+    gradients.run_roles(program, gradients.load, _compute)
+
+
+def _compute(program: Program) -> None:
+    """The role of a consumer: it makes its columns of dk and dv."""
+    consumer, plan = Consumer.start(program), program.plan
+    plgpu.barrier_wait(program.shared.keys_loaded)
+    accumulators = (plgpu.ACC((plan.block_kv, n), F32) for n in plan.halves.values())
+    dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
+    plan.sync_consumers()  # both have read keys and values
+    _store(consumer, dk, dv)
+
+
+def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
+    """This consumer's columns of dk and dv, over the spec's units.
+
+    These are `AttentionSpec.gradient_unit` and `dropout_scale`.
+    """
+    first = consumer.program.warpgroup
+    pl.when(first < consumer.count)(lambda: _make_pairs(consumer, first))
+
+    @pl.loop(0, consumer.count)
+    def _(tile):
+        _visit(consumer, dk_acc, dv_acc, support.opaque(tile))
+
+    return dk_acc[...], dv_acc[...]
+
+
+def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
+    """Adds a work tile to this consumer's columns of dk and dv.
+
+    The consumer that made its pairs then makes those of the next work tile but one.
+    """
+    program, shared = consumer.program, consumer.shared
+    pipeline, slot = shared.pipeline, _maker(tile)
+
+    @pl.when(slot != program.warpgroup)
+    def _():
+        pipeline.wait("q", tile)
+        pipeline.wait("do", tile)
+
+    plgpu.barrier_wait(shared.pairs_made.at[slot])
+    do_own = pipeline.tile("do", tile).at[:, consumer.columns["d"]]
+    q_own = pipeline.tile("q", tile).at[:, consumer.columns["h"]]
+    plgpu.wgmma(dv_acc, shared.p.at[slot], do_own)
+    plgpu.wgmma(dk_acc, shared.dz.at[slot], q_own)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(shared.pairs_read.at[slot])
+    pipeline.release("q", tile)
+    pipeline.release("do", tile)
+    coming = tile + _CONSUMERS
+
+    @pl.when((slot == program.warpgroup) & (coming < consumer.count))
+    def _():
+        _make_pairs(consumer, coming)
+
+
+def _maker(tile):
+    """Which consumer makes p and dz of a work tile, and so in which slot they are."""
+    return lax.rem(tile, jnp.int32(_CONSUMERS))
+
+
+def _make_pairs(consumer: Consumer, tile) -> None:
+    """Puts p and dz of a work tile where both consumers read them."""
+    program, shared = consumer.program, consumer.shared
+    slot, there = _maker(tile), program.tiles.at(tile)
+    layout, block = program.plan.layout, program.block
+    spec, _, _ = query_head(consumer.spec, block, layout, there["n"])
+    where = {**there, "s": block["s"]}
+    products = functools.partial(_pairs, program, spec, where, tile, slot)
+    p, dz = pl.run_scoped(products, *[program.plan.accumulator] * 2)
+    shared.p.at[slot][...] = p
+    shared.dz.at[slot][...] = dz
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.pairs_made.at[slot])
+
+
+def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
+    """p and dz of a work tile, from the products k q^T and v do^T.
 
     Args:
-      wide: whether dk and dv are float32.
+      spec, where: of its pairs.
+      slot: where p and dz will be put.
     """
-    rows, keys, stages = blocks.block_q, blocks.block_kv, blocks.num_stages
+    shared, pipeline = program.shared, program.shared.pipeline
+    q, do = pipeline.tile("q", tile), pipeline.tile("do", tile)
+    pipeline.wait("q", tile)
+    plgpu.wgmma(qk_acc, _in_loop(shared.k, tile), support.transposed(q))
+    pipeline.wait("do", tile)
+    plgpu.wgmma(dp_acc, _in_loop(shared.v, tile), support.transposed(do))
+    qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
+    again = program.recompute(spec, where, program.tiles.masked(tile), tile, qk)
+    p = again.dropped
 
-    halves = _halves(width)
-    part = {name: math.gcd(elements[name], halves[name]) for name in "hd"}
+    # The compiler moves nothing across this branch, so that exponents are computed
+    # while the product for dp runs.
+    @pl.when(tile >= _CONSUMERS)
+    def _():
+        plgpu.barrier_wait(shared.pairs_read.at[slot])
 
-    def of_heads(name, *shape, dtype=dtype):
-        return support.tile((*shape, width[name]), dtype, part[name])
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    delta = program.along_queries("delta", again.pairs, tile)
+    dtype = program.plan.dtype
+    return p.astype(dtype), again.dz(dp, delta).astype(dtype)
 
-    def of_queries(tile, gradient, head):
-        own = of_heads(head, stages, rows)
-        if not wide:
-            return {tile: own}
-        there = of_heads(head, keys, dtype=_F32)
-        return {f"{tile} or {gradient}": support.in_one_place(own, there)}
 
-    vector = plgpu.SMEM((stages, rows), _F32)
-    of_q = {**of_queries("q", "dk", "h"), "lse": vector}
-    of_do = {**of_queries("do", "dv", "d"), "delta": vector}
-    barrier = functools.partial(plgpu.Barrier, num_barriers=_COMPUTING)
-    return {
-        "k": of_heads("h", 1, keys),
-        "v": of_heads("d", 1, keys),
-        # Both operands of a product have one swizzle.
-        "p": support.tile((_COMPUTING, keys, rows), dtype, part["d"]),
-        "dz": support.tile((_COMPUTING, keys, rows), dtype, part["h"]),
-        "own here": plgpu.Barrier(num_barriers=(), num_arrivals=2),
-        "pairs here": barrier(num_arrivals=1),
-        "pairs read": barrier(num_arrivals=_COMPUTING),
-        **Ring.shared(of_q, stages, readers=_COMPUTING),
-        **Ring.shared(of_do, stages, readers=_COMPUTING),
-    }
+def _in_loop(tiles, i):
+    """The one tile that there is, addressed anew in every step i of a loop."""
+    return tiles.at[support.keep_in_loop(0, i)]
+
+
+def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
+    """dk and dv of the block of keys go to global memory.
+
+    Args:
+      dk, dv: what `_walk` gave.
+    """
+    program, shared = consumer.program, consumer.shared
+    (dk_out, dv_out), columns = program.outputs, consumer.columns
+    dk, dv = dk * program.spec.gradient_unit, dv * program.spec.dropout_scale
+    shared.dk.at[:, columns["h"]][...] = dk.astype(dk_out.dtype)
+    shared.dv.at[:, columns["d"]][...] = dv.astype(dv_out.dtype)
+    plgpu.commit_smem()
+    program.plan.sync_consumers()
+
+    @pl.when(program.warpgroup == 0)
+    def _():
+        plgpu.copy_smem_to_gmem(shared.dk, dk_out.at(program.block))
+        plgpu.copy_smem_to_gmem(shared.dv, dv_out.at(program.block))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,20 +1,27 @@
 """The gradient of queries for Hopper, by itself (Dao 2023, algorithm 2).
 
-For wide heads, whose gradients do not fit one kernel's registers
-(`tuning.makes_dq_apart`); `dkv` makes those of keys and values. Grid: (query blocks,
-query heads, batch axes). A program owns a block of queries and loops over the blocks of
-keys that it meets. A warpgroup computes 64 rows, [queries, keys]: dz goes to its
-product from registers, and dq is summed there. The scores of the next keys are made
-beside dq. One more warpgroup loads keys and values, by TMA. No program waits for
-another.
+This kernel is for wide heads, whose gradients do not fit one kernel's registers
+(`tuning.makes_dq_apart`), and `dkv` then makes the gradients of keys and values. Grid:
+(query blocks, query heads, batch axes). A thread block owns a block of queries and
+visits the blocks of keys that it meets. No thread block waits for another.
 
-Shared memory: q, do [64, ...] of each warpgroup, dq in place of q; num_stages times k
+The producer warpgroup loads keys and values, by TMA. A consumer warpgroup computes 64
+rows, [queries, keys]: dz goes to its product from registers, and dq is summed there.
+The scores of the next keys are computed beside dq:
+
+    producer | load k0, v0, k1   | load v1, k2, as soon as v0 and k0 are read | ...
+    consumer | q k0^T | do v0^T, p, dz | dz k0, q k1^T | do v1^T, p, dz | dz k1, ...
+
+Shared memory: q, do [64, ...] of each consumer, dq in place of q; num_stages times k
 [block_kv, H], once v [block_kv, Hv].
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +29,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import program
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import minimum
+from pallas_kernels.core.ranges import Range, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import gradients, memory, support
+from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Plan, Saved
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
-
-_F32 = jnp.float32
+from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
 
 def dq(
@@ -50,138 +56,243 @@ def dq(
       q, k, v, spec, saved, launch: as of `backward.backward`.
       output: shape struct of dq.
     """
-    blocks = launch.blocks
-    operands = [q, k, v, *jax.tree.leaves(spec), *saved, output]
-    by_block = spec.traits.cost_grows
+    inputs = Inputs(q, k, v, spec, Saved(*saved))
+    operands, by_block = inputs.and_outputs([output]), spec.traits.cost_grows
     layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
-    computing, keys = blocks.block_q // ROWS, blocks.block_kv
-    width = tuning.head_tiles(layout.size)
-    elements, wider = memory.of_tiles(layout.size, width)
-
-    def kernel(inputs, outputs, refs):
-        q, k, v, all_spec, (lse_log2, delta, do) = inputs
-        (dq,) = outputs
-        me = lax.axis_index("warpgroup")
-        of_keys, of_values = Ring(refs, blocks.num_stages), Ring(refs, 1)
-        spec, where, start = program.query_start(all_spec, layout)
-        needed = program.key_blocks(spec, where, layout, start)
-        count = jnp.int32(needed.count)
-
-        def keys_at(i):
-            return Rows(needed.in_order(i)[1] * keys, keys)
-
-        @pl.when(me == computing)
-        def load():
-            plgpu.set_max_registers(tuning.REGISTERS[computing][0], action="decrease")
-
-            @pl.loop(0, count)
-            def _(i):
-                here = {**where, "s": keys_at(i)}
-                of_keys.fill(i, k=k.at(here))
-                of_values.fill(i, v=v.at(here))
-
-        @pl.when(me < computing)
-        def compute():
-            plgpu.set_max_registers(tuning.REGISTERS[computing][1], action="increase")
-            rows = start + me * ROWS
-            own_spec, own = program.query_rows(spec, where, layout, rows, ROWS)
-            q_tile, do_tile = refs["q"].at[me], refs["do"].at[me]
-            plgpu.copy_gmem_to_smem(q.at(own), q_tile, refs["own here"].at[me])
-            plgpu.copy_gmem_to_smem(do.at(own), do_tile, refs["own here"].at[me])
-            lse, change = (support.load_vector(x.at(own), 0) for x in (lse_log2, delta))
-            block_sum = plgpu.ACC((ROWS, keys), _F32)
-
-            def own_tile(name, i):
-                return refs[name].at[support.keep_in_loop(me, i)]
-
-            def issue_scores(qk_sum, i):
-                k_tile = of_keys.tile("k", i)
-                plgpu.wgmma(qk_sum, own_tile("q", i), support.transposed(k_tile))
-
-            def scores(i):
-                def issue(qk_sum):
-                    issue_scores(qk_sum, i)
-                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
-
-                return pl.run_scoped(issue, block_sum)
-
-            def visit(dq_sum, i, qk):
-                """dq of a block of keys, the scores of the next."""
-                i = support.opaque(i)
-                more, after = i + 1 < count, minimum(i + 1, count - 1)
-                edges = needed.edges
-                unmasked = isinstance(edges, int) and edges == 0
-                masked = False if unmasked else needed.in_order(i)[0]
-
-                def of_pairs(dp_sum):
-                    of_values.wait("v", i)
-                    v_tile = of_values.tile("v", i)
-                    do_own = own_tile("do", i)
-                    plgpu.wgmma(dp_sum, do_own, support.transposed(v_tile))
-                    here = {**own, "s": keys_at(i)}
-                    pairs = program.pairs(own_spec, here, ("t", "s"), masked, launch)
-                    found = pairs.scores_of(qk, q.dtype)
-                    again = pairs.recompute(found, pairs.along(lse, "t"))
-                    # The compiler moves nothing across this branch: exponents are made
-                    # while the product runs.
-                    pl.when(more)(lambda: of_keys.wait("k", after))
-                    dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-                    of_values.release("v", i)
-                    return again.dz(dp, pairs.along(change, "t")).astype(q.dtype)
-
-                dz = pl.run_scoped(of_pairs, block_sum)
-
-                def products(qk_sum):
-                    plgpu.wgmma(dq_sum, dz, of_keys.tile("k", i))
-                    issue_scores(qk_sum, after)
-                    plgpu.wgmma_wait(0)
-                    return plgpu.wgmma_accumulator_load(qk_sum, wait_n=0)
-
-                qk = pl.run_scoped(products, block_sum)
-                pl.when(more)(lambda: of_keys.release("k", i))
-                return qk
-
-            def walk(dq_sum):
-                end = support.opaque(count)
-
-                @pl.when(count > 0)
-                def _():
-                    of_keys.wait("k", jnp.int32(0))
-                    step = functools.partial(visit, dq_sum)
-                    lax.fori_loop(jnp.int32(0), end, step, scores(jnp.int32(0)))
-
-                return dq_sum[...]
-
-            plgpu.barrier_wait(refs["own here"].at[me])
-            found = pl.run_scoped(walk, plgpu.ACC((ROWS, width["h"]), _F32))
-            # A row without keys may have met values that are not finite.
-            kept = support.ARITHMETIC.along(lse, -2, found.shape) != jnp.inf
-            found = jnp.where(kept, found * own_spec.gradient_unit, 0.0)
-            q_tile[...] = found.astype(dq.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile, dq.at(own))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def of_heads(name, count, size):
-        return support.tile((count, size, width[name]), q.dtype, elements[name])
-
-    of_k = {"k": of_heads("h", blocks.num_stages, keys)}
-    tiles = {
-        "q": of_heads("h", computing, ROWS),
-        "do": of_heads("d", computing, ROWS),
-        "own here": plgpu.Barrier(num_barriers=computing, num_arrivals=2),
-        **Ring.shared(of_k, blocks.num_stages, computing),
-        **Ring.shared({"v": of_heads("d", 1, keys)}, 1, computing),
-    }
-    (found,) = memory.call(
-        kernel,
-        layout,
-        (q, k, v, spec, saved),
-        (output,),
-        block={"t": ROWS, "s": keys, **wider},
-        tiles=width,
-        scratch=tiles,
-        warpgroups=computing + 1,
+    plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
+    (found,) = plan.call(
+        _kernel,
+        inputs,
+        [output],
+        shared=Shared.declare(plan),
         name="flash2_dq",
     )
     return found.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory of a thread block.
+
+    Attributes:
+      q, do: [consumers, 64, ...].
+      queries_loaded: for each consumer, the barrier that says that q and do are there.
+      keys: the pipeline of "k", [stages, block_kv, H].
+      values: the pipeline of "v", which has one stage.
+    """
+
+    q: Any
+    do: Any
+    queries_loaded: Any
+    keys: Ring
+    values: Ring
+
+    @staticmethod
+    def declare(plan: Plan) -> dict[str, Any]:
+        consumers = plan.consumers
+        k = {"k": plan.tile("h", plan.stages, plan.block_kv)}
+        v = {"v": plan.tile("d", 1, plan.block_kv)}
+        return {
+            "q": plan.tile("h", consumers, ROWS),
+            "do": plan.tile("d", consumers, ROWS),
+            "own here": plgpu.Barrier(num_barriers=consumers, num_arrivals=2),
+            **Ring.shared(k, plan.stages, readers=consumers),
+            **Ring.shared(v, 1, readers=consumers),
+        }
+
+    @classmethod
+    def bind(cls, plan: Plan, refs: Mapping[str, Any]) -> Shared:
+        keys, values = Ring(refs, plan.stages), Ring(refs, 1)
+        return cls(refs["q"], refs["do"], refs["own here"], keys, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A thread block, which owns a block of queries.
+
+    Attributes:
+      plan: of the kernel.
+      inputs: the operands, as they are in global memory.
+      dq: the result, likewise.
+      shared: its shared memory.
+      warpgroup: the number of the warpgroup that runs this.
+      spec: with scalars loaded.
+      where: the place of the thread block.
+      start: its first query.
+      needed: the blocks of keys that it visits.
+      count: how many they are.
+    """
+
+    plan: Plan
+    inputs: Inputs
+    dq: memory.View
+    shared: Shared
+    warpgroup: Any
+    spec: AttentionSpec
+    where: Where
+    start: Any
+    needed: Range
+    count: Any
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Inputs, result, shared: Shared) -> Program:
+        warpgroup = lax.axis_index("warpgroup")
+        spec, where, start = query_start(inputs.spec, plan.layout)
+        needed = key_blocks(spec, where, plan.layout, start)
+        known = plan, inputs, result, shared, warpgroup
+        return cls(*known, spec, where, start, needed, jnp.int32(needed.count))
+
+    def keys_at(self, i) -> Rows:
+        """The rows of the i-th block of keys that is visited."""
+        size = self.plan.block_kv
+        return Rows(self.needed.in_order(i)[1] * size, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(gradients.Consumer):
+    """A consumer warpgroup, which owns 64 of the thread block's queries.
+
+    Attributes:
+      spec: with what varies along its queries loaded.
+      where: the place of its queries.
+      lse, delta: vectors of its queries.
+    """
+
+    program: Program
+    spec: AttentionSpec
+    where: Where
+    lse: jax.Array
+    delta: jax.Array
+
+    @classmethod
+    def start(cls, program: Program) -> Consumer:
+        """Begins to load q and do of its queries, and loads their vectors."""
+        me, inputs, layout = program.warpgroup, program.inputs, program.plan.layout
+        start = program.start + me * ROWS
+        spec, where = query_rows(program.spec, program.where, layout, start, ROWS)
+        shared, do = program.shared, inputs.saved.do
+        loaded = shared.queries_loaded.at[me]
+        plgpu.copy_gmem_to_smem(inputs.q.at(where), shared.q.at[me], loaded)
+        plgpu.copy_gmem_to_smem(do.at(where), shared.do.at[me], loaded)
+        vectors = inputs.saved.lse, inputs.saved.delta
+        lse, delta = (support.load_vector(x.at(where), 0) for x in vectors)
+        return cls(program, spec, where, lse, delta)
+
+    def tile(self, tiles, i):
+        """Its tile of q or do, addressed anew in every step i of a loop."""
+        return tiles.at[support.keep_in_loop(self.program.warpgroup, i)]
+
+    def issue_scores(self, qk_acc, i) -> None:
+        """The product of its queries and the i-th block of keys."""
+        k, q = self.shared.keys.tile("k", i), self.shared.q
+        plgpu.wgmma(qk_acc, self.tile(q, i), support.transposed(k))
+
+
+def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
+    (result,) = outputs
+    program = Program.of(plan, inputs, result, Shared.bind(plan, refs))
+    gradients.run_roles(program, _load, _compute)
+
+
+def _load(program: Program) -> None:
+    """The role of the producer: keys and values, block by block."""
+
+    @pl.loop(0, program.count)
+    def _(i):
+        here = {**program.where, "s": program.keys_at(i)}
+        program.shared.keys.fill(i, k=program.inputs.k.at(here))
+        program.shared.values.fill(i, v=program.inputs.v.at(here))
+
+
+def _compute(program: Program) -> None:
+    """The role of a consumer: dq of its queries."""
+    consumer, me = Consumer.start(program), program.warpgroup
+    plgpu.barrier_wait(program.shared.queries_loaded.at[me])
+    accumulator = plgpu.ACC((ROWS, program.plan.width["h"]), F32)
+    total = pl.run_scoped(functools.partial(_walk, consumer), accumulator)
+    _store(consumer, total)
+
+
+def _walk(consumer: Consumer, dq_acc) -> jax.Array:
+    """The sum of dz k over all blocks of keys."""
+    count, keys = consumer.program.count, consumer.shared.keys
+    first, end = jnp.int32(0), support.opaque(count)
+
+    @pl.when(count > 0)
+    def _():
+        keys.wait("k", first)
+        scores = functools.partial(_first_scores, consumer, first)
+        qk = pl.run_scoped(scores, consumer.plan.accumulator)
+        lax.fori_loop(first, end, functools.partial(_visit, consumer, dq_acc), qk)
+
+    return dq_acc[...]
+
+
+def _first_scores(consumer: Consumer, i, qk_acc) -> jax.Array:
+    consumer.issue_scores(qk_acc, i)
+    return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
+
+
+def _visit(consumer: Consumer, dq_acc, i, qk: jax.Array) -> jax.Array:
+    """dq of the i-th block of keys, and the scores of the next one.
+
+    Args:
+      qk: the scores' products, which the last step made.
+    """
+    program, keys = consumer.program, consumer.shared.keys
+    i = support.opaque(i)
+    has_next, next_i = i + 1 < program.count, minimum(i + 1, program.count - 1)
+    needed = program.needed
+    masked = needed.in_order(i)[0] if gradients.has_edges(needed) else False
+
+    def wait_for_next():
+        pl.when(has_next)(lambda: keys.wait("k", next_i))
+
+    pairs = functools.partial(_pairs, consumer, i, qk, masked, wait_for_next)
+    dz = pl.run_scoped(pairs, consumer.plan.accumulator)
+
+    def products(qk_acc):
+        plgpu.wgmma(dq_acc, dz, keys.tile("k", i))
+        consumer.issue_scores(qk_acc, next_i)
+        plgpu.wgmma_wait(0)
+        return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
+
+    qk = pl.run_scoped(products, consumer.plan.accumulator)
+    pl.when(has_next)(lambda: keys.release("k", i))
+    return qk
+
+
+def _pairs(consumer: Consumer, i, qk, masked, wait_for_next, dp_acc) -> jax.Array:
+    """dz of the i-th block of keys, while the product do v^T runs."""
+    program, plan, values = consumer.program, consumer.plan, consumer.shared.values
+    values.wait("v", i)
+    v, do = values.tile("v", i), consumer.tile(program.shared.do, i)
+    plgpu.wgmma(dp_acc, do, support.transposed(v))
+    where = {**consumer.where, "s": program.keys_at(i)}
+    again = gradients.recompute_rows(
+        plan, consumer.spec, where, masked, qk, consumer.lse
+    )
+    # The compiler moves nothing across this branch, so that exponents are computed
+    # while the product runs.
+    wait_for_next()
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    values.release("v", i)
+    dz = again.dz(dp, again.pairs.along(consumer.delta, "t")).astype(plan.dtype)
+    return dz
+
+
+def _store(consumer: Consumer, total: jax.Array) -> None:
+    """dq goes to global memory, through the tile where q was.
+
+    Args:
+      total: dq over `AttentionSpec.gradient_unit`.
+    """
+    program = consumer.program
+    tile = program.shared.q.at[program.warpgroup]
+    # A row without keys may have met values that are not finite.
+    has_keys = support.ARITHMETIC.along(consumer.lse, -2, total.shape) != jnp.inf
+    total = jnp.where(has_keys, total * consumer.spec.gradient_unit, 0.0)
+    tile[...] = total.astype(program.dq.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, program.dq.at(consumer.where))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

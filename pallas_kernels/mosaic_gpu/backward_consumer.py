@@ -1,0 +1,324 @@
+"""What a consumer warpgroup of `backward` does: the five products of each work tile.
+
+Products run asynchronously. `wgmma` issues one, and `wgmma_accumulator_load` waits for
+it. All blocks of pairs are transposed, [keys, queries].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.ranges import minimum
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Rows, load_tree
+from pallas_kernels.mosaic_gpu import clear_keys, gradients, prefetch, support
+from pallas_kernels.mosaic_gpu.backward_plan import Program
+from pallas_kernels.mosaic_gpu.gradients import F32
+from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where, query_head
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(gradients.Consumer):
+    """A consumer warpgroup, which owns 64 of the thread block's keys.
+
+    Attributes:
+      rows: its keys, in tiles of the thread block.
+      where: the place of its keys.
+      spec: with what varies along its keys loaded.
+    """
+
+    program: Program
+    rows: Any
+    where: Where
+    spec: AttentionSpec
+
+    @classmethod
+    def start(cls, program: Program) -> Consumer:
+        me = program.warpgroup
+        rows = pl.ds(me * ROWS, ROWS)
+        where = {**program.where, "s": Rows(program.where["s"].start + me * ROWS, ROWS)}
+        return cls(program, rows, where, load_tree(program.spec, ("s", "t"), where))
+
+    def keys_and_values(self, number) -> tuple[Any, Any, Any]:
+        """All keys of the thread block, its own keys and its own values.
+
+        They are addressed anew for every work tile `number`.
+        """
+        first, shared = support.keep_in_loop(0, number), self.shared
+        k_block = shared.k.at[first]
+        return k_block, k_block.at[self.rows], shared.v.at[first, self.rows]
+
+    def issue_scores(self, qk_acc, number, k) -> None:
+        """Issues the product of its keys and the queries of a work tile."""
+        q = self.shared.pipeline.tile("q", number)
+        plgpu.wgmma(qk_acc, k, support.transposed(q))
+
+    def place(self, number) -> Where:
+        """Where the pairs of a work tile and of its keys lie."""
+        return {**self.program.tiles.at(number), "s": self.where["s"]}
+
+    def prefetch(self, number) -> list[jax.Array]:
+        """What each pair of a work tile has in global memory, where registers do."""
+        if not self.plan.pipelines_scores:
+            return []
+        return prefetch.fetch(self.spec, ("s", "t"), self.place(number))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkTile:
+    """A block of queries of one query head, and what a consumer makes of it.
+
+    Attributes:
+      number: among the work tiles of the thread block.
+      k_block: all keys of the thread block.
+      k, v: the consumer's own keys and values.
+      q, do: of the queries.
+      dz: for all consumers' parts of dz.
+      dq_stage: for dq.
+      spec, where: of its pairs.
+      masked: whether some of these may be masked.
+      has_next: whether a work tile comes after it.
+      next: the number of that, or of this one if none comes.
+    """
+
+    number: Any
+    k_block: Any
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    dz: Any
+    dq_stage: Any
+    spec: AttentionSpec
+    where: Where
+    masked: Any
+    has_next: Any
+    next: Any
+
+    @classmethod
+    def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
+        program, pipeline = consumer.program, consumer.shared.pipeline
+        layout, tiles = consumer.plan.layout, program.tiles
+        k_block, k, v = consumer.keys_and_values(number)
+        where, masked = consumer.place(number), tiles.masked(number)
+        spec, _, _ = query_head(consumer.spec, consumer.where, layout, where["n"])
+        return cls(
+            number=number,
+            k_block=k_block,
+            k=k,
+            v=v,
+            q=pipeline.tile("q", number),
+            do=pipeline.tile("do", number),
+            dz=program.dz(number),
+            dq_stage=program.dq_stage(number),
+            spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
+            where=where,
+            masked=masked,
+            has_next=number + 1 < tiles.count,
+            next=minimum(number + 1, tiles.count - 1),
+        )
+
+
+def compute(program: Program) -> None:
+    """The role of a consumer: dk and dv of its keys, and its parts of dq."""
+    plan, shared = program.plan, program.shared
+    consumer = Consumer.start(program)
+    plgpu.barrier_wait(shared.keys_loaded)
+    if plan.drops_keys:
+        size, kept = plan.layout.size["s"], program.inputs.spec.keys
+        attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
+        for tile in (shared.k, shared.v):
+            clear_keys.clear(tile.at[0, consumer.rows], attended)
+    accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
+    dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
+    plan.sync_consumers()  # all have read the keys
+    _store(consumer, dk, dv)
+
+
+def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
+    """dk and dv of its keys, over the spec's units.
+
+    These are `AttentionSpec.gradient_unit` and `dropout_scale`.
+    """
+    count = consumer.program.tiles.count
+    first, end = jnp.int32(0), support.opaque(count)
+
+    @pl.when(count > 0)
+    def _():
+        pipelined = consumer.plan.pipelines_scores
+        qk = _scores(consumer, first) if pipelined else first
+        visit = functools.partial(_visit, consumer, dk_acc, dv_acc)
+        lax.fori_loop(first, end, visit, (qk, consumer.prefetch(first)))
+
+    return dk_acc[...], dv_acc[...]
+
+
+def _scores(consumer: Consumer, number) -> jax.Array:
+    """The product of keys and queries of a work tile, once its queries are there."""
+
+    def product(qk_acc):
+        _, k, _ = consumer.keys_and_values(number)
+        consumer.issue_scores(qk_acc, number, k)
+        return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
+
+    consumer.shared.pipeline.wait("q", number)
+    return pl.run_scoped(product, consumer.plan.accumulator)
+
+
+def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
+    """Adds a work tile to dk and dv, makes dq of it, and the scores of the next.
+
+    Args:
+      number: of the work tile.
+      state: the product of its keys and queries, where scores are pipelined (else a
+        number in its place), and what was prefetched of its pairs.
+
+    Returns:
+      The same of the next work tile.
+    """
+    qk, prefetched = state
+    program, plan = consumer.program, consumer.plan
+    pipelined = plan.pipelines_scores
+    qk = qk if pipelined else _scores(consumer, number)
+    tile = WorkTile.of(consumer, number, prefetched)
+    pairs = _pairs_overlapped if pipelined else _pairs_in_sequence
+    pairs = functools.partial(pairs, consumer, tile, qk, dv_acc)
+    p, dz = pl.run_scoped(pairs, plan.accumulator)
+    if not pipelined:  # all have read the last dz
+        plan.sync_consumers()
+    tile.dz[consumer.rows] = dz.astype(plan.dtype)
+    if p is not None:
+        _issue_dv(consumer, dv_acc, tile, p)
+    prefetched = consumer.prefetch(tile.next)
+    plgpu.commit_smem()
+    plgpu.wgmma(dk_acc, tile.dz.at[consumer.rows], tile.q)
+    plan.sync_consumers()  # dz of all keys is there
+    if pipelined and not plan.overlaps_exponents:
+        _wait_for_next(consumer, tile)
+
+    @pl.when(number >= plan.dq_stages)
+    def _():
+        plgpu.barrier_wait(program.shared.dq_added.at[tile.dq_stage])
+
+    plgpu.wgmma_wait(0)
+    program.shared.pipeline.release("do", number)
+    dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.accumulator] * pipelined
+    qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
+    return qk, prefetched
+
+
+def _wait_for_next(consumer: Consumer, tile: WorkTile) -> None:
+    """Until the queries of the next work tile are there."""
+    pipeline = consumer.shared.pipeline
+    pl.when(tile.has_next)(lambda: pipeline.wait("q", tile.next))
+
+
+def _issue_dv(consumer: Consumer, dv_acc, tile: WorkTile, p: jax.Array) -> None:
+    plgpu.wgmma(dv_acc, p.astype(consumer.plan.dtype), tile.do)
+
+
+def _recompute(consumer: Consumer, tile: WorkTile, qk: jax.Array):
+    program = consumer.program
+    return program.recompute(tile.spec, tile.where, tile.masked, tile.number, qk)
+
+
+def _pairs_overlapped(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
+    """p and dz of a work tile. The product for dp runs beside the exponents."""
+    del dv_acc
+    program = consumer.program
+    program.shared.pipeline.wait("do", tile.number)
+    plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
+    again = _recompute(consumer, tile, qk)
+    p = again.dropped
+    delta = program.along_queries("delta", again.pairs, tile.number)
+    if program.plan.overlaps_exponents:
+        # The compiler moves nothing across this branch: exponents are computed while
+        # the product runs, and not after it.
+        _wait_for_next(consumer, tile)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    return p, again.dz(dp, delta)
+
+
+def _pairs_in_sequence(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
+    """dz of a work tile, in fewer registers: of a rounded p, whose product runs.
+
+    Returns:
+      None in place of p, and dz.
+    """
+    program = consumer.program
+    again = _recompute(consumer, tile, qk)
+    again = again._replace(p=again.p.astype(program.plan.dtype).astype(F32))
+    p = again.dropped.astype(program.plan.dtype)
+    program.shared.pipeline.wait("do", tile.number)
+    _issue_dv(consumer, dv_acc, tile, p)
+    plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    delta = program.along_queries("delta", again.pairs, tile.number)
+    return None, again.dz(dp, delta)
+
+
+def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
+    """This consumer's part of dq goes to shared memory, from where a warp adds it.
+
+    Meanwhile the product of the next queries and keys runs.
+
+    Args:
+      qk_acc: for that product, where scores are pipelined.
+
+    Returns:
+      That product, or a number in its place.
+    """
+    program, shared = consumer.program, consumer.shared
+    part, me = program.plan.dq_part, program.warpgroup
+    dz, k = part.operands(me, tile.dz, tile.k_block)
+    plgpu.wgmma(dq_acc, support.transposed(dz), k)
+    for accumulator in qk_acc:
+        consumer.issue_scores(accumulator, tile.next, tile.k)
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(qk_acc))
+    pl.when(tile.has_next)(lambda: shared.pipeline.release("q", tile.number))
+    part.of(me, shared.dq.at[tile.dq_stage])[...] = dq
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.dq_made.at[tile.dq_stage])
+    loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_acc]
+    return loaded[0] if loaded else tile.number
+
+
+def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
+    """dk and dv of this consumer's keys go to global memory.
+
+    They leave from where k and v are, or in float32 from where dq was on its way.
+
+    Args:
+      dk, dv: what `_walk` gave.
+    """
+    program, shared, me = consumer.program, consumer.shared, consumer.program.warpgroup
+    _, dk_out, dv_out = program.outputs
+    in_float32 = consumer.plan.in_float32
+    if in_float32:
+
+        @pl.when(program.tiles.count > me)
+        def _():
+            plgpu.barrier_wait(shared.dq_added.at[me])
+
+    def store(tile, copied, gradient, out):
+        place = (0, consumer.rows)
+        if in_float32:
+            tile, copied, place = shared.dq, shared.dq_copied, (me, pl.ds(0, ROWS))
+        tile.at[place][...] = gradient.astype(out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(copied.at[place], out.at(consumer.where))
+
+    store(shared.k, shared.k_copied, dk * program.spec.gradient_unit, dk_out)
+    if in_float32:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    store(shared.v, shared.v_copied, dv * program.spec.dropout_scale, dv_out)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,225 @@
+"""The plan, shared memory and thread blocks of `backward`, Hopper's backward kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import gradients, memory, support, tuning
+from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, KeyProgram
+from pallas_kernels.mosaic_gpu.tuning import ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(gradients.Plan):
+    """The plan of the backward kernel.
+
+    Attributes:
+      dq_accumulators: how many arrays dq is the sum of.
+      in_float32: whether dk and dv are, which are parts then (`division`).
+      drops_keys: whether keys that no query attends to must become zeros.
+      overlaps_exponents: whether all exponents of a work tile are computed while the
+        product for dp runs (`tuning.waits_early`).
+    """
+
+    dq_accumulators: int
+    in_float32: bool
+    drops_keys: bool
+    overlaps_exponents: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
+        spec, operands = inputs.spec, inputs.and_outputs(outputs)
+        alike = tuning.blocks_alike(spec)
+        layout = memory.Layout.of(
+            "dkv", operands, launch, by_block=True, blocks_alike=alike
+        )
+        dtype = inputs.q.dtype
+        return cls(
+            launch,
+            layout,
+            launch.blocks.block_kv // ROWS,
+            dtype,
+            tuning.sums_of_dq(spec, layout),
+            bool(layout.parts) or outputs[1].dtype != dtype,
+            spec.drops_keys,
+            _overlaps_exponents(layout, spec),
+        )
+
+    @property
+    def pipelines_scores(self) -> bool:
+        """Whether the scores of the next work tile are computed during this one.
+
+        There is room for that, in registers and in shared memory, for heads up to 128.
+        What the pairs of the next tile have in global memory is then prefetched, too.
+        """
+        return tuning.computes_ahead(self.width)
+
+    @property
+    def dz_stages(self) -> int:
+        return self.stages if self.pipelines_scores else 1
+
+    @property
+    def dq_stages(self) -> int:
+        """How many blocks of dq may be on their way to global memory."""
+        return 2 if self.pipelines_scores else 1
+
+    @property
+    def adders(self) -> int:
+        """How many warps of the producer warpgroup add dq to global memory."""
+        return tuning.warps_that_add(self.width)
+
+    @property
+    def pair_block(self) -> dict[str, int]:
+        return {"s": ROWS, "t": self.block_q}
+
+    @functools.cached_property
+    def dq_part(self) -> RowsOfDq | ColumnsOfDq:
+        """Which part of a block of dq each consumer makes."""
+        if self.block_q == ROWS * self.consumers:
+            return RowsOfDq(self.width["h"])
+        return ColumnsOfDq(self.block_q, self.width["h"] // self.consumers)
+
+
+def _overlaps_exponents(layout: memory.Layout, spec: AttentionSpec) -> bool:
+    return tuning.waits_early(tuning.head_tiles(layout.size), spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfDq:
+    """Each consumer makes all columns of 64 rows of dq."""
+
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return ROWS, self.columns
+
+    def operands(self, consumer, dz, k):
+        """What of dz, [keys, queries], and of k is multiplied for the part."""
+        return dz.at[:, pl.ds(consumer * ROWS, ROWS)], k
+
+    def of(self, consumer, dq):
+        """The part in a block of dq."""
+        return dq.at[pl.ds(consumer * ROWS, ROWS)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsOfDq:
+    """Each consumer makes all rows of some columns of dq."""
+
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def operands(self, consumer, dz, k):
+        """As of `RowsOfDq`."""
+        return dz, k.at[:, pl.ds(consumer * self.columns, self.columns)]
+
+    def of(self, consumer, dq):
+        return dq.at[:, pl.ds(consumer * self.columns, self.columns)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared(gradients.KeyShared):
+    """Shared memory of a thread block.
+
+    Attributes:
+      dz: [dz_stages, block_kv, block_q], the gradient of the scores, transposed.
+      dq: [dq_stages, block_q, H] in float32, blocks of dq on their way to global
+        memory. Where dk and dv are in float32, they leave from here, too.
+      dq_copied: the same memory as TMA copies it.
+      dq_made: for each stage of dq, the barrier at which all consumers say that they
+        have written their parts.
+      dq_added: for each stage, the barrier at which the adding warp says that TMA has
+        read the block.
+    """
+
+    dz: Any
+    dq: Any
+    dq_copied: Any
+    dq_made: Any
+    dq_added: Any
+
+    @classmethod
+    def declare(cls, plan: Plan) -> dict[str, Any]:
+        size, rows, keys = plan.layout.size, plan.block_q, plan.block_kv
+        swizzled = dict(plan.swizzled)
+        if not plan.pipelines_scores:  # a consumer makes some columns of dq
+            columns = plan.width["h"] // plan.consumers
+            swizzled["h"] = math.gcd(swizzled["h"], columns)
+
+        def tile(head: str, count: int, rows: int, along: str):
+            shape = count, rows
+            return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
+
+        # Parts of dk and dv in float32 pass through dq, too.
+        of_dq = math.gcd(swizzled["h"], *(memory.head_elements(size[x]) for x in "hd"))
+        # Both operands of a product have one swizzle.
+        dz = support.tile((plan.dz_stages, keys, rows), plan.dtype, swizzled["h"])
+        made = plgpu.Barrier(num_barriers=plan.dq_stages, num_arrivals=plan.consumers)
+        q = {"q": tile("h", plan.stages, rows, "t")}
+        do = {"do": tile("d", plan.stages, rows, "t")}
+        return {
+            **cls.declare_keys(tile("h", 1, keys, "s"), tile("d", 1, keys, "s")),
+            "dz": dz,
+            "dq": support.tile((plan.dq_stages, rows, plan.width["h"]), F32, of_dq),
+            "dq here": made,
+            "dq read": plgpu.Barrier(num_barriers=plan.dq_stages, num_arrivals=1),
+            **cls.declare_queries(plan, q, do),
+        }
+
+    @classmethod
+    def bind(cls, plan: Plan, refs: Mapping[str, Any]) -> Shared:
+        return cls.of(
+            plan,
+            refs,
+            dz=refs["dz"],
+            dq=refs["dq"],
+            dq_copied=support.copied(refs, "dq"),
+            dq_made=refs["dq here"],
+            dq_added=refs["dq read"],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(KeyProgram):
+    """A thread block.
+
+    Attributes:
+      semaphores: of all blocks of dq in global memory, each of which counts additions.
+    """
+
+    plan: Plan
+    shared: Shared
+    semaphores: Any = None
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Inputs, outputs, shared: Shared) -> Program:
+        program = cls.start(plan, inputs, outputs, shared)
+        count = program.tiles.all_sums * plan.dq_accumulators
+        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        return dataclasses.replace(program, semaphores=semaphores)
+
+    def dz(self, tile):
+        """Where dz of a work tile is put, of all keys of the thread block."""
+        stage = self.shared.pipeline.slot(tile) if self.plan.pipelines_scores else 0
+        return self.shared.dz.at[stage]
+
+    def dq_stage(self, tile):
+        """In which stage of dq the block of a work tile is."""
+        return lax.rem(tile, jnp.int32(self.plan.dq_stages))
