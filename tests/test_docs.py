@@ -73,6 +73,7 @@ def lines(name: str) -> list[str]:
 def test_documents_stay_short():
     """The README is a page; the build notes are read beside code."""
     assert len(lines("README.md")) <= 220
+    assert len(lines("CONTRIBUTING.md")) <= 80
     notes = lines("BUILD_NOTES.md")
     assert len(notes) <= 400
     # Of what a reader sees: without the targets of links.
