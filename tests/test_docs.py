@@ -72,7 +72,7 @@ def lines(name: str) -> list[str]:
 
 def test_documents_stay_short():
     """The README is a page; the build notes are read beside code."""
-    assert len(lines("README.md")) <= 220
+    assert len(lines("README.md")) <= 245
     assert len(lines("CONTRIBUTING.md")) <= 80
     notes = lines("BUILD_NOTES.md")
     assert len(notes) <= 400
@@ -131,8 +131,8 @@ def test_readme_sections():
     """The order in which a reader needs them."""
     titles = [x[3:] for x in lines("README.md") if x.startswith("## ")]
     assert titles == [
-        "Try it",
         "Install",
+        "Try it",
         "Quick start",
         "In Flax",
         "Sequences longer than one GPU",
