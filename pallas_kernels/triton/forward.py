@@ -105,4 +105,5 @@ def forward(
     )
     if not layout.parts:
         return tuple(x.value for x in found)
-    return merged(*found, sink, outputs, interpret=launch.interpret)
+    o, lse = found
+    return merged(o, lse, sink, outputs, interpret=launch.interpret)
