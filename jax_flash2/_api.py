@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -17,8 +16,15 @@ from jax_flash2._rows import Context, layout_of
 from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
-from pallas_kernels.core.mask import Atom, Lengths
-from pallas_kernels.core.score import Score, masking_bias
+from pallas_kernels.core.masks import Atom, Lengths
+from pallas_kernels.core.scores import (
+    Alibi,
+    Bias,
+    Score,
+    SoftCap,
+    Term,
+    masking_bias,
+)
 from pallas_kernels.core.spec import AttentionSpec
 
 Array = jax.Array | np.ndarray
@@ -354,23 +360,22 @@ def _checked(
         masks.append(shape.mask(mask))
     scale, factor = shape.scale(scale)
     soft_cap = _options.check_soft_cap(logits_soft_cap)
-    bias = None if bias is None else shape.bias(bias)
-    score = Score(
-        scale,
-        soft_cap,
-        bias,
-        None if alibi_slopes is None else shape.slopes(alibi_slopes),
-        factor,
-        -math.inf if bias is None else masking_bias(bias.dtype, soft_cap),
-    )
+    terms: list[Term] = []
+    if bias is not None:
+        bias = shape.bias(bias)
+        terms.append(Bias(bias, masking_bias(bias.dtype, soft_cap)))
+    if alibi_slopes is not None:
+        terms.append(Alibi(shape.slopes(alibi_slopes)))
+    if soft_cap is not None:
+        terms.append(SoftCap(soft_cap))
     spec = AttentionSpec(
-        score,
+        Score(scale, tuple(terms), factor),
         tuple(masks),
         shape.offset(query_offset),
         sink=None if sinks is None else shape.sinks(sinks),
         dropout=shape.dropout(dropout_rate, dropout_rng, broadcast_dropout),
     )
-    if not spec.positional:
+    if not spec.is_positional:
         spec = dataclasses.replace(spec, offset=None)
     spec = spec.with_known_rows(parts * shape.t, parts * shape.s)
     q, k, v = shape.operands(query, key, value)

@@ -24,7 +24,7 @@ from jax_flash2._arrays import (
 from jax_flash2._options import FAR, STATIC, check_bool
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import Dropout, seeds
-from pallas_kernels.core.mask import DenseMask, SegmentIds
+from pallas_kernels.core.masks import DenseMask, SegmentIds
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 

@@ -8,18 +8,19 @@ code. A backend that cannot be imported serves no call, and the others go on.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import importlib
 import inspect
-import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 
 from pallas_kernels import device
-from pallas_kernels.backend import Backend, Call
+from pallas_kernels.backend import Backend, Call, Declined, Pass, Plan
 
 try:  # what `jax.ensure_compile_time_eval` sets
     from jax._src.config import eager_constant_folding as _constants_at_once
@@ -37,21 +38,32 @@ class Entry:
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are inside a `custom_vjp`, and have those of the
         first that is.
-      backward: the backend that makes the gradients that this one does not make: those
-        of a score's operands, and all of the calls in `Backend.other_backward` and
-        `Backend.slower_backward`.
     """
 
     module: str
     platform: str | None = None
     has_tangents: bool = False
-    backward: str | None = None
+
+
+class Made(NamedTuple):
+    """Who makes a pass of a call.
+
+    Attributes:
+      name: of the backend.
+      plan: its plan.
+      passed_over: for each backend that stands before it in the list, why not that one.
+    """
+
+    name: str
+    plan: Plan
+    passed_over: dict[str, str]
 
 
 # From the fastest on. `implementation=None` picks the first that serves a call and is
-# not known to be slower than the next.
+# not known to be slower than the next. What that one does not make of the gradients,
+# the next one of its platform makes.
 BACKENDS = {
-    "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu", "cuda", backward="triton"),
+    "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu", "cuda"),
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
@@ -71,33 +83,99 @@ def module(name: str) -> Backend:
     return cast(Backend, importlib.import_module(BACKENDS[name].module))
 
 
-def _why_other_backward(name: str, call: Call, is_named: bool) -> str | None:
-    """Why `BACKENDS[name].backward` makes the gradients of a call; None: it does not.
+_plans: contextvars.ContextVar[dict | None] = contextvars.ContextVar("plans")
+
+
+@contextlib.contextmanager
+def remembering():
+    """While a program is lowered, or a call is traced, each plan is made once."""
+    if _plans.get(None) is not None:
+        yield
+        return
+    token = _plans.set({})
+    try:
+        yield
+    finally:
+        _plans.reset(token)
+
+
+def plan(name: str, call: Call, pass_: Pass) -> Plan | Declined:
+    """The plan of a backend for a pass of a call, or why it makes none."""
+    known = _plans.get(None)
+    if known is None:
+        return _new_plan(name, call, pass_)
+    key = name, pass_, call.static, device.target()
+    if key not in known:
+        known[key] = _new_plan(name, call, pass_)
+    return known[key]
+
+
+def _new_plan(name: str, call: Call, pass_: Pass) -> Plan | Declined:
+    why_not = _why_not_here(name, call)
+    if why_not is not None:
+        return Declined(why_not)
+    try:
+        backend = module(name)
+    except ImportError as error:
+        return Declined(f"it cannot be imported: {error}")
+    return backend.plan(call.structs, pass_)
+
+
+def passes(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made] | Declined:
+    """Who makes each pass of a call that `name` serves, or why it cannot serve it.
 
     Args:
-      is_named: whether the caller names the backend, which a faster one then leaves it.
+      is_named: whether the caller names the backend. Then a faster one leaves it what
+        it makes of the gradients.
     """
-    other = BACKENDS[name].backward
-    if other is None:
-        return None
-    backend = module(name)
-    if is_named or reason(other, call.of_gradients()) is not None:
-        return backend.other_backward(call)
-    return backend.other_backward(call) or backend.slower_backward(call)
+    forward = plan(name, call, "forward")
+    if isinstance(forward, Declined):
+        return forward
+    backward = _maker(name, call, "backward", is_named=is_named)
+    if isinstance(backward, Declined):
+        return backward
+    found: dict[Pass, Made] = {
+        "forward": Made(name, forward, {}),
+        "backward": backward,
+    }
+    if call.spec.score.operands:
+        last = _maker(backward.name, call, "operand_gradients", is_named=is_named)
+        if isinstance(last, Declined):
+            return last
+        found["operand_gradients"] = last
+    return found
 
 
-def of_backward(name: str, call: Call, *, is_named: bool) -> str:
-    """The backend that makes the gradients of a call that `name` serves."""
-    why = _why_other_backward(name, call, is_named)
-    return name if why is None else BACKENDS[name].backward or name
+def served(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made]:
+    """`passes` of a call that the backend serves.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    found = passes(name, call, is_named=is_named)
+    if isinstance(found, Declined):
+        raise ValueError(_refusal(name, found.reason))
+    return found
 
 
-def of_score_gradients(name: str, call: Call) -> str | None:
-    """The other backend for gradients of the score's operands, if there is one."""
-    other = BACKENDS[name].backward
-    if other is None or not call.spec.score.operands:
-        return None
-    return other if module(name).other_score_gradients(call) else None
+def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Declined:
+    """The first backend of a platform, from `name` on, that makes a pass."""
+    after = list(BACKENDS)[list(BACKENDS).index(name) :]
+    platform = BACKENDS[name].platform
+    others = [x for x in after if BACKENDS[x].platform == platform]
+    passed_over = {}
+    for i, x in enumerate(others if platform else [name]):
+        own = plan(x, call, pass_)
+        if isinstance(own, Declined):
+            passed_over[x] = own.reason
+            continue
+        following = [] if is_named or not own.slower else others[i + 1 : i + 2]
+        if any(not isinstance(plan(y, call, pass_), Declined) for y in following):
+            passed_over[x] = str(own.slower)
+            continue
+        return Made(x, own, passed_over)
+    why = "; ".join(f"{x}: {text}" for x, text in passed_over.items())
+    return Declined(f"no kernel makes its gradients: {why}")
 
 
 def of_tangents() -> str:
@@ -117,7 +195,8 @@ def lowering_context(*names: str):
         if _constants_at_once is not None:
             stack.enter_context(_constants_at_once(False))
         for name in names:
-            stack.enter_context(module(name).lowering_context())
+            own = getattr(module(name), "lowering_context", contextlib.nullcontext)
+            stack.enter_context(own())
         yield
 
 
@@ -134,22 +213,8 @@ def _why_not_here(name: str, call: Call) -> str | None:
 
 def reason(name: str, call: Call) -> str | None:
     """Why a backend cannot serve the call (None: it can)."""
-    why_not = _why_not_here(name, call)
-    if why_not is not None:
-        return why_not
-    try:
-        backend = module(name)
-    except ImportError as error:
-        return f"it cannot be imported: {error}"
-    why_not = backend.unsupported(call)
-    if why_not is not None:
-        return why_not
-    makes_gradients = of_backward(name, call, is_named=True)
-    for other in (makes_gradients, of_score_gradients(name, call) or name):
-        why_not = None if other == name else reason(other, call.of_gradients())
-        if why_not is not None:
-            return f"{other!r} makes its gradients: {why_not}"
-    return None
+    found = passes(name, call, is_named=True)
+    return found.reason if isinstance(found, Declined) else None
 
 
 def reasons(call: Call) -> dict[str, str | None]:
@@ -165,12 +230,14 @@ def choose(implementation: str | None, call: Call) -> str:
     Raises:
       ValueError: if the backend asked for cannot serve the call, or none can.
     """
-    chosen = _choice(implementation, call)
-    here = device.platform()
-    kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
-    why_not = {name: reason(name, call) for name in kernels}
-    declined = why_not and all(why_not.values())
-    if implementation is None and declined and BACKENDS[chosen].platform is None:
+    with remembering():
+        chosen = _choice(implementation, call)
+        if implementation is not None or BACKENDS[chosen].platform is not None:
+            return chosen
+        here = device.platform()
+        kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
+        why_not = {name: reason(name, call) for name in kernels}
+    if why_not and all(why_not.values()):
         why = "; ".join(f"{name}: {text}" for name, text in why_not.items())
         warnings.warn(
             f"jax_flash2.attention runs as {chosen!r}, slower than the kernels would "
@@ -196,9 +263,12 @@ def again(name: str, call: Call, *, is_named: bool) -> str:
         raise ValueError(_refusal(name, why_not_here))
     if is_named or BACKENDS[name].has_tangents:
         return name
-    why_not = {x: None if x == name else reason(x, call) for x in BACKENDS}
-    why_not[name] = why_not_here
-    chosen = _first(call, [x for x, why in why_not.items() if why is None])
+
+    def serves(other: str) -> bool:
+        why_not = why_not_here if other == name else reason(other, call)
+        return why_not is None
+
+    chosen = _first(call, serves)
     stays = why_not_here is None and BACKENDS[chosen].has_tangents
     return name if stays else chosen
 
@@ -222,23 +292,35 @@ def _choice(implementation: str | None, call: Call) -> str:
         if why_not is not None:
             raise ValueError(_refusal(implementation, why_not))
         return implementation
-    why = reasons(call)
-    serving = [name for name, why_not in why.items() if why_not is None]
-    if not serving:
-        lines = "; ".join(f"{name}: {why_not}" for name, why_not in why.items())
-        raise ValueError(f"no implementation serves this call: {lines}")
-    return _first(call, serving)
+    try:
+        return _first(call, lambda name: reason(name, call) is None)
+    except StopIteration:
+        why = (f"{name}: {why_not}" for name, why_not in reasons(call).items())
+        raise ValueError(
+            f"no implementation serves this call: {'; '.join(why)}"
+        ) from None
 
 
-def _first(call: Call, serving: list[str]) -> str:
-    """Of the backends that can serve a call."""
+def _first(call: Call, serves: Callable[[str], bool]) -> str:
+    """Of the backends that can serve a call.
+
+    Raises:
+      StopIteration: if there is none.
+    """
     # A backend may be known to be slower than the next one, not than those after that.
+    names = list(BACKENDS)
     return next(
         name
-        for name, following in itertools.pairwise([*BACKENDS, None])
-        if name in serving
-        and (following not in serving or module(name).slower(call) is None)
+        for i, name in enumerate(names)
+        if serves(name)
+        and not (_slower(name, call) and any(map(serves, names[i + 1 : i + 2])))
     )
+
+
+def _slower(name: str, call: Call) -> str | None:
+    """Why the next backend is faster in the forward pass of a call, as measured."""
+    own = plan(name, call, "forward")
+    return None if isinstance(own, Declined) else own.slower
 
 
 def explain(implementation: str | None, call: Call) -> str:
@@ -252,21 +334,25 @@ def explain(implementation: str | None, call: Call) -> str:
             of_products = f"{forward:.3g} FLOPs, of gradients {backward:.3g}"
             lines.append(f"    products: {of_products}")
         if chosen in BACKENDS:
-            is_named = implementation is not None
-            why = _why_other_backward(chosen, call, is_named)
-            division = () if why else module(chosen).division(call)
-            lines += [f"    {line}" for line in division]
-            if why:
-                other = BACKENDS[chosen].backward
-                lines.append(f"    gradients: {other}, since {why}")
-            elif other := of_score_gradients(chosen, call):
-                fields = (_ARGUMENTS.get(x, x) for x in call.spec.score.operands)
-                lines.append(f"    gradients of {' and '.join(fields)}: {other}")
+            found = served(chosen, call, is_named=implementation is not None)
+            for pass_, made in found.items():
+                lines += [f"    {line}" for line in _words(pass_, made, call)]
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():
-        slower = None if why_not else module(name).slower(call)
-        served = f"can serve this call, slower: {slower}" if slower else _SERVED
-        lines.append(f"  {name}: {why_not or served}")
+        slower = None if why_not else _slower(name, call)
+        text = f"can serve this call, slower: {slower}" if slower else _SERVED
+        lines.append(f"  {name}: {why_not or text}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
     return "\n".join(lines)
+
+
+def _words(pass_: Pass, made: Made, call: Call) -> list[str]:
+    """Who makes a pass, why not those before it, and how its work is divided."""
+    what = pass_
+    if pass_ == "operand_gradients":
+        fields = (_ARGUMENTS.get(x, x) for x in call.spec.score.operands)
+        what = f"gradients of {' and '.join(fields)}"
+    others = "; ".join(f"not {x}: {why}" for x, why in made.passed_over.items())
+    line = f"{what}: {made.name}{others and f' ({others})'}"
+    return [line, *(f"    {x}" for x in made.plan.words)]

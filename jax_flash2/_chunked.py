@@ -9,11 +9,10 @@ and a second loop without them would double a program and the time to compile it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import device
-from pallas_kernels.backend import Call
+from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import (
@@ -51,22 +50,10 @@ _COUNTED = {"allow_negative_indices": False}
 Names = tuple[str, ...]
 Starts = Mapping[str, Any]  # the first row of `t` and of `s` of a block
 
-lowering_context = contextlib.nullcontext
 
-
-def division(_: Call, /) -> tuple[str, ...]:
-    """Nothing is divided: XLA's own kernels are its programs."""
-    return ()
-
-
-def unsupported(_: Call, /) -> str | None:
-    """None: this backend serves every call."""
-    return None
-
-
-def slower(_: Call, /) -> str | None:
-    """None: no other backend follows."""
-    return None
+def plan(_: Call, pass_: Pass, /) -> Plan:
+    """This backend makes every pass of every call, by XLA's own kernels."""
+    return Plan()
 
 
 def _block(rows: int, most: int) -> int:
@@ -87,7 +74,7 @@ def _pairs(elements: list[int], head_size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Cut:
     """How a call is cut.
 
     Attributes:
@@ -108,9 +95,9 @@ class _Plan:
     fuses_softmax: bool = False
 
     @classmethod
-    def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Plan:
+    def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Cut:
         operands = [*operands, *jax.tree.leaves(spec)]
-        unmasked = not spec.masks and spec.score.bias is None and spec.sink is None
+        unmasked = not spec.masks and not spec.score.may_mask and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
         if blocks is not None:
@@ -125,9 +112,9 @@ class _Plan:
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
-        plan = cls(size, block, heads, batch, precision)
-        fused = unmasked and plan.count("s") == 1 and not _on_cpu()
-        return dataclasses.replace(plan, fuses_softmax=fused)
+        cut = cls(size, block, heads, batch, precision)
+        fused = unmasked and cut.count("s") == 1 and not _on_cpu()
+        return dataclasses.replace(cut, fuses_softmax=fused)
 
     def count(self, name: str) -> int:
         """Number of blocks of `t` or `s`."""
@@ -309,49 +296,50 @@ class _Plan:
         return summed_to(named, out.axes).astype(out.dtype)
 
 
-def forward(q: Named, k: Named, v: Named, spec, outputs, *, config, precision):
-    """Output and log-sum-exp, with the dtypes and axes of `outputs`."""
-    blocks = None if config is None else config.forward
-    plan = _Plan.of([q, k, v], spec, blocks, precision)
+def forward(_: Plan, call: Call, outputs):
+    """Output and log-sum-exp (`backend.Backend`)."""
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    blocks = None if call.config is None else call.config.forward
+    cut = _Cut.of([q, k, v], spec, blocks, call.precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = clear.dropped_keys(spec, v)
-    q, k, v = (plan.rows(x, spec) for x in (q, k, v))
-    fields = plan.fields(spec)
-    rows, columns, pair_axes = (plan.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
+    q, k, v = (cut.rows(x, spec) for x in (q, k, v))
+    fields = cut.fields(spec)
+    rows, columns, pair_axes = (cut.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
     result_axes = columns, rows
-    state_axes = result_axes if plan.fuses_softmax else (rows, rows, columns)
+    state_axes = result_axes if cut.fuses_softmax else (rows, rows, columns)
 
     def visit(starts, state):
         whole = list(map(Named, state, state_axes))
-        q_block, k_block, v_block = (plan.at(x, starts) for x in (q, k, v))
-        pairs = plan.pairs(fields, starts)
-        qk = plan.product(q_block, k_block, pair_axes)
+        q_block, k_block, v_block = (cut.at(x, starts) for x in (q, k, v))
+        pairs = cut.pairs(fields, starts)
+        qk = cut.product(q_block, k_block, pair_axes)
 
         def product(p):
-            p = plan.named(pairs.drop(p).astype(v.dtype))
-            return plan.product(p, v_block, columns)
+            p = cut.named(pairs.drop(p).astype(v.dtype))
+            return cut.product(p, v_block, columns)
 
         scores = pairs.scores_of(qk, q.dtype)
-        if plan.fuses_softmax:
+        if cut.fuses_softmax:
             found = flash2.of_whole_rows(scores, product)
-            return tuple(map(plan.put, whole, found, [starts] * 2))
-        old = flash2.State(*(plan.at(x, starts).value for x in whole))
+            return tuple(map(cut.put, whole, found, [starts] * 2))
+        old = flash2.State(*(cut.at(x, starts).value for x in whole))
         new = flash2.step(old, scores, product)
         return flash2.State(
-            *(plan.put(x, y, starts) for x, y in zip(whole, new, strict=True))
+            *(cut.put(x, y, starts) for x, y in zip(whole, new, strict=True))
         )
 
     dtype = outputs[1].dtype
-    if plan.fuses_softmax:
-        state = tuple(plan.zeros(axes, dtype) for axes in result_axes)
-        o, lse = plan.visit_pairs(spec, visit, state)
+    if cut.fuses_softmax:
+        state = tuple(cut.zeros(axes, dtype) for axes in result_axes)
+        o, lse = cut.visit_pairs(spec, visit, state)
     else:
-        shape = plan.zeros(rows, dtype).shape
-        state = flash2.init(shape, plan.size["d"], dtype=dtype)
-        sink = None if spec.sink is None else plan.heads.split(spec.sink).to(rows)
-        o, lse = flash2.finish(plan.visit_pairs(spec, visit, state), sink)
-    found = (o * spec.dropout_scale, lse)
-    return list(map(plan.result, found, result_axes, outputs))
+        shape = cut.zeros(rows, dtype).shape
+        state = flash2.init(shape, cut.size["d"], dtype=dtype)
+        sink = None if spec.sink is None else cut.heads.split(spec.sink).to(rows)
+        o, lse = flash2.finish(cut.visit_pairs(spec, visit, state), sink)
+    found = (cast(jax.Array, o) * spec.dropout_scale, lse)
+    return list(map(cut.result, found, result_axes, outputs))
 
 
 def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
@@ -363,88 +351,89 @@ def _delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
     return Named(value, axes)
 
 
-def backward(q: Named, k: Named, v: Named, spec, saved, outputs, *, config, precision):
-    """Gradients of q, k, v and the spec's operands from o, lse, do and dlse."""
-    blocks = None if config is None else config.dkv
-    plan = _Plan.of([q, k, v, *saved], spec, blocks, precision)
-    rows, pair_axes = (plan.axes(*x) for x in ("t", ("t", "s")))
+def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
+    """Gradients (`backend.Backend`)."""
+    q, k, v, spec = call.query, call.key, call.value, call.spec
+    blocks = None if call.config is None else call.config.dkv
+    cut = _Cut.of([q, k, v, *saved], spec, blocks, call.precision)
+    rows, pair_axes = (cut.axes(*x) for x in ("t", ("t", "s")))
     o, lse, do, dlse = saved
     q, do = (clear.masked_rows(spec, x, lse, by_entry=False) for x in (q, do))
     # Left operands of products whose sum is over rows: XLA's fast products take no
     # transposed one. In a loop each block is transposed instead, in a smaller program.
-    is_one = plan.count("t") == 1
-    q_last, do_last = (plan.rows(x, spec, rows_last=is_one) for x in (q, do))
+    is_one = cut.count("t") == 1
+    q_last, do_last = (cut.rows(x, spec, rows_last=is_one) for x in (q, do))
     # In the caller's order of axes.
-    delta = plan.rows(_delta(o, lse, do, dlse), spec)
+    delta = cut.rows(_delta(o, lse, do, dlse), spec)
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
-    q, k, v, do, dlse = (plan.rows(x, spec) for x in (q, k, v, do, dlse))
-    lse = plan.rows(lse, spec, flash2.PADDING_LSE)
+    q, k, v, do, dlse = (cut.rows(x, spec) for x in (q, k, v, do, dlse))
+    lse = cut.rows(lse, spec, flash2.PADDING_LSE)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)
-    fields = plan.fields(spec)
-    sink = None if spec.sink is None else plan.heads.split(spec.sink)
+    fields = cut.fields(spec)
+    sink = None if spec.sink is None else cut.heads.split(spec.sink)
     # The axes of each gradient.
     own: dict[str, Names] = {
-        "dq": plan.axes("t", "h"),
-        "dk": plan.key_axes("h", "s"),
-        "dv": plan.key_axes("d", "s"),
+        "query": cut.axes("t", "h"),
+        "key": cut.key_axes("h", "s"),
+        "value": cut.key_axes("d", "s"),
     }
-    for name, out in zip(spec.score.operands, outputs[3:], strict=False):
-        axes = plan.heads.split_axes(out.axes)
+    operands = [name for name in spec.score.operands if name in wanted]
+    for name in operands:
+        axes = cut.heads.split_axes(wanted[name].axes)
         own[name] = tuple(a for a in axes if a is not None)
 
     # Where no sum may be lost in the log-sum-exp, what the forward saved costs less.
-    is_whole = plan.count("s") == 1 and not (plan.fuses_softmax or spec.is_part)
+    is_whole = cut.count("s") == 1 and not (cut.fuses_softmax or spec.is_part)
 
     def recompute(pairs, scores, starts):
         if is_whole:
             p = flash2.softmax(scores, None if sink is None else sink.to(rows))
             return Recomputed(pairs, scores, p)
-        lse_block = plan.at(lse_log2, starts).value
+        lse_block = cut.at(lse_log2, starts).value
         return pairs.recompute(scores, pairs.along(lse_block, "t"))
 
     def delta_of(again, dp, starts):
         if is_whole:  # fewer terms, if there are fewer keys than columns
             total = jnp.sum(again.p * again.pairs.drop(dp), -1) * spec.dropout_scale
-            of_lse, kept = (plan.at(x, starts).to(rows) for x in (dlse, lse))
+            of_lse, kept = (cut.at(x, starts).to(rows) for x in (dlse, lse))
             return jnp.where(kept == -jnp.inf, 0.0, total - of_lse)
-        return plan.at(delta, starts).to(rows)
+        return cut.at(delta, starts).to(rows)
 
     def visit(starts, sums):
         q_block, q_left, do_block, do_left, k_block, v_block = (
-            plan.at(x, starts) for x in (q, q_last, do, do_last, k, v)
+            cut.at(x, starts) for x in (q, q_last, do, do_last, k, v)
         )
-        pairs = plan.pairs(fields, starts)
-        qk = plan.product(q_block, k_block, pair_axes)
+        pairs = cut.pairs(fields, starts)
+        qk = cut.product(q_block, k_block, pair_axes)
         again = recompute(pairs, pairs.scores_of(qk, q.dtype), starts)
-        dropped = plan.named(again.dropped.astype(do.dtype))
-        dp = plan.product(do_block, v_block, pair_axes)
-        dz = again.dz(dp, pairs.along(delta_of(again, dp, starts), "t"))
+        dropped = cut.named(again.dropped.astype(do.dtype))
+        dp = cut.product(do_block, v_block, pair_axes)
+        pulled = again.pull(dp, pairs.along(delta_of(again, dp, starts), "t"))
         more = {
-            name: summed_to(plan.named(pairs.operand_gradient(name, dz, qk)), own[name])
-            for name in spec.score.operands
+            name: summed_to(cut.named(pulled.operand(name, qk)), own[name])
+            for name in operands
         }
-        dz = plan.named(dz.astype(q.dtype))
-        more["dq"] = plan.product(dz, k_block, own["dq"])
-        more["dk"] = plan.product(q_left, dz, own["dk"])
-        more["dv"] = plan.product(do_left, dropped, own["dv"])
+        dz = cut.named(pulled.dz.astype(q.dtype))
+        more["query"] = cut.product(dz, k_block, own["query"])
+        more["key"] = cut.product(q_left, dz, own["key"])
+        more["value"] = cut.product(do_left, dropped, own["value"])
         added = {}
         for name, axes in own.items():
             total = Named(sums[name], axes)
-            new = plan.at(total, starts).value + more[name]
-            added[name] = plan.put(total, new, starts)
+            new = cut.at(total, starts).value + more[name]
+            added[name] = cut.put(total, new, starts)
         return added
 
-    sums = {name: plan.zeros(axes, lse.dtype) for name, axes in own.items()}
-    sums = plan.visit_pairs(spec, visit, sums)
-    found = []
+    sums = {name: cut.zeros(axes, lse.dtype) for name, axes in own.items()}
+    sums = cut.visit_pairs(spec, visit, sums)
+    found = {}
     for name, axes in own.items():
         unit = spec.dropout_scale
-        if name in ("dq", "dk"):
-            unit = plan.scalars(spec, axes).gradient_unit
-        found.append((sums[name] * unit, axes))
+        if name in ("query", "key"):
+            unit = cut.scalars(spec, axes).gradient_unit
+        found[name] = sums[name] * unit, axes
     if sink is not None:
         of_sink = sink_gradient(sink, Named(lse.to(rows), rows), delta)
-        found.append((of_sink.value, of_sink.axes))
-    return [
-        plan.result(x, axes, out) for (x, axes), out in zip(found, outputs, strict=True)
-    ]
+        found["sink"] = of_sink.value, of_sink.axes
+    pairs = ((name, *found[name], out) for name, out in wanted.items())
+    return {name: cut.result(x, axes, out) for name, x, axes, out in pairs}

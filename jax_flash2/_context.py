@@ -25,7 +25,7 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import BLOCK, GROUP
-from pallas_kernels.core.mask import DenseMask, Lengths
+from pallas_kernels.core.masks import Lengths
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 
 # Rows of keys on a device below which their way costs more than what it hides behind
@@ -81,7 +81,7 @@ def explain(call: Call, implementation: str | None, context: Context) -> str:
         step = _next_step(call, implementation, context)
         name = step.method or "none"
         lines.append(f"context: {name}, since {step.why} ({step.layout.words})")
-        sees_more = call.spec.later_rows_see_more and not call.spec.is_windowed
+        sees_more = call.spec.traits.cost_grows and not call.spec.traits.is_windowed
         if step.method in ("ring", "gather") and not step.layout.stripe and sees_more:
             lines.append("    later devices have more to do: stripes would balance it")
         if step.method == "ring":
@@ -111,7 +111,7 @@ def on_mesh(
     if division is None or "t" not in division.along:
         return None
     context = Context(division.along["t"], None)
-    tree = jax.tree.structure(call.spec)
+    tree = jax.tree.structure(call)
 
     def keys_of_all(axes: Axes) -> Axes:
         return tuple(ALL_KEYS if a == "s" and "t" in axes else a for a in axes)
@@ -119,11 +119,8 @@ def on_mesh(
     operands = [Named(x.value, keys_of_all(x.axes)) for x in call.operands]
 
     def part(*arrays):
-        q, k, v, *leaves = (
-            Named(x, y.axes) for x, y in zip(arrays, operands, strict=True)
-        )
-        own = Call(q, k, v, tree.unflatten(leaves), call.config, call.precision)
-        return function(own, implementation, context)
+        own = (Named(x, y.axes) for x, y in zip(arrays, operands, strict=True))
+        return function(tree.unflatten(own), implementation, context)
 
     axes = [x.axes for x in operands]
     on_devices = _sharding.on_each_device(division, part, axes, result_axes(call))
@@ -219,11 +216,10 @@ def _whole(call: Call) -> Call:
 
 def _of_pairs(call: Call) -> str | None:
     """Why operands of pairs of rows keep a method from serving a call."""
-    bias = call.spec.score.bias
-    if bias is not None and ALL_KEYS in bias.axes:
-        return "bias has a number for each pair of rows"
-    masks = (x.mask for x in call.spec.masks if isinstance(x, DenseMask))
-    if any(ALL_KEYS in x.axes for x in masks):
+    for name, operand in call.spec.score.operands.items():
+        if ALL_KEYS in operand.axes:
+            return f"{name} has a number for each pair of rows"
+    if any(ALL_KEYS in x.axes for x in jax.tree.leaves(call.spec.masks)):
         return "mask has an element for each pair of rows"
     return None
 
@@ -314,7 +310,7 @@ def _heads(call: Call, layout: Layout) -> Local:
 
 
 def _halo_why_not(call: Call, layout: Layout) -> str | None:
-    before, after = call.spec.reach
+    before, after = call.spec.traits.reach
     rows = call.size["t"]
     if before is None or after is None:
         return "queries may look at keys however far from them"
@@ -335,12 +331,12 @@ def _is_short(call: Call, layout: Layout) -> bool:
 
     With fewer, the keys of a device and those around them are not all keys, and more.
     """
-    width = sum(n or 0 for n in call.spec.reach)
+    width = sum(n or 0 for n in call.spec.traits.reach)
     return layout.stripe is not None or width < (layout.parts - 1) * call.size["t"]
 
 
 def _halo(call: Call, layout: Layout) -> Local:
-    before, after = (-(-(n or 0) // GROUP) * GROUP for n in call.spec.reach)
+    before, after = (-(-(n or 0) // GROUP) * GROUP for n in call.spec.traits.reach)
     rows = call.size["t"]
     if layout.stripe is not None:
         return _striped_halo(call, layout, layout.stripe, min(before, layout.stripe))

@@ -20,7 +20,6 @@ from jax.interpreters import batching, mlir
 from jax_flash2 import _backends, _partitioner, _sharding
 from pallas_kernels import device
 from pallas_kernels.backend import Call
-from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
 
 
@@ -29,39 +28,59 @@ class Problem:
     """All that is static about a call (hashable).
 
     Attributes:
-      axes: of each operand: query, key, value and the leaves of the spec.
-      spec_tree: the structure of the AttentionSpec, with its static fields.
+      axes: of each operand: the leaves of the `Call`.
+      tree: the structure of the `Call`, with its static fields.
       backend: name of the backend that was chosen; kernels of another one may be
         faster for the axes that `vmap` adds (`_backends.again`).
       is_named: whether the caller named it.
-      config: of the kernels.
-      precision: of products of float32 operands.
     """
 
     axes: tuple[Axes, ...]
-    spec_tree: Any
+    tree: Any
     backend: str
     is_named: bool
-    config: Config | None
-    precision: jax.lax.Precision | None
 
     @classmethod
     def of(cls, call: Call, backend: str, *, is_named: bool = False) -> Problem:
-        """The problem whose arrays are those of `call.operands`."""
-        axes = tuple(x.axes for x in call.operands)
-        tree = jax.tree.structure(call.spec)
-        return cls(axes, tree, backend, is_named, call.config, call.precision)
+        """The problem whose arrays are those of `call.operands`.
+
+        Raises:
+          ValueError: if a floating-point array is none of `Call.differentiable`.
+        """
+        leaves, tree = jax.tree.flatten(call)
+        problem = cls(tuple(x.axes for x in leaves), tree, backend, is_named)
+        known = set(problem.places.values())
+        others = (x for i, x in enumerate(leaves) if i not in known)
+        unknown = [x for x in others if is_differentiable(x)]
+        if unknown:
+            raise ValueError(
+                "a floating-point operand must be query, key, value, sink or an operand"
+                f" of a term of the score, got another with axes {unknown[0].axes}"
+            )
+        return problem
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """Of the operands that may have gradients, by name, in order."""
+        numbered = self.tree.unflatten(range(self.tree.num_leaves))
+        return dict(sorted(numbered.differentiable.items(), key=lambda x: x[1]))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether results are parts of others (`AttentionSpec.is_part`)."""
+        return self.tree.unflatten([None] * self.tree.num_leaves).spec.is_part
 
     def result_dtype(self, dtype):
         """Of a result that has that dtype if it is no part of another."""
-        none = [None] * self.spec_tree.num_leaves
-        is_part = self.spec_tree.unflatten(none).is_part
-        return jnp.promote_types(dtype, jnp.float32) if is_part else dtype
+        return jnp.promote_types(dtype, jnp.float32) if self.is_part else dtype
 
-    def named(self, arrays):
-        """query, key, value and the spec, as `Named`."""
-        q, k, v, *leaves = map(Named, arrays, self.axes)
-        return q, k, v, self.spec_tree.unflatten(leaves)
+    def call(self, operands) -> Call:
+        """The call of these operands, `Named`, which may have more axes."""
+        return self.tree.unflatten(operands)
+
+    def named(self, arrays) -> Call:
+        """The call of these arrays."""
+        return self.call(map(Named, arrays, self.axes))
 
 
 def _statistics_dtype(dtype):
@@ -89,6 +108,11 @@ def is_differentiable(operand) -> bool:
 
 
 def backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
+    """Shape structs of the gradients (`wanted_gradients`), in the order of operands."""
+    return tuple(wanted_gradients(problem, operands).values())
+
+
+def wanted_gradients(problem: Problem, operands) -> dict[str, Named]:
     """Shape structs of the gradients, one for each element that `vmap` maps over.
 
     Args:
@@ -97,15 +121,13 @@ def backward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
     """
     size = sizes(operands)
     mapped = tuple(name for name in batch_axes(operands) if is_mapped(name))
-    return tuple(
-        _struct(
-            (*(a for a in mapped if a not in x.axes), *x.axes),
-            size,
-            problem.result_dtype(x.dtype),
-        )
-        for x in operands[: len(problem.axes)]
-        if is_differentiable(x)
-    )
+
+    def struct(x: Named) -> Named:
+        axes = (*(a for a in mapped if a not in x.axes), *x.axes)
+        return _struct(axes, size, problem.result_dtype(x.dtype))
+
+    named = {name: operands[place] for name, place in problem.places.items()}
+    return {name: struct(x) for name, x in named.items() if is_differentiable(x)}
 
 
 def _with_missing(operands, axes: Axes) -> Axes:
@@ -119,9 +141,8 @@ def _struct(axes: Axes, size: dict[str, int], dtype) -> Named:
 
 def of_value_alone(problem: Problem) -> tuple[int, ...]:
     """The places of the operands on which the output depends and lse does not."""
-    places = range(3, 3 + problem.spec_tree.num_leaves)
-    spec = problem.spec_tree.unflatten(places)
-    return 2, *jax.tree.leaves(spec.dropout)
+    places = problem.tree.unflatten(range(problem.tree.num_leaves))
+    return places.value, *jax.tree.leaves(places.spec.dropout)
 
 
 class Operation:
@@ -190,7 +211,8 @@ class Operation:
 
     def _eager(self, *arrays, problem, axes, marker):
         del marker
-        with device.lowering_for(device.platform_of(arrays)):
+        where = device.lowering_for(device.platform_of(arrays))
+        with where, _backends.remembering():
             return self._implementation(*arrays, problem=problem, axes=axes)
 
     def _implementation(self, *arrays, problem, axes):
@@ -276,7 +298,7 @@ class Operation:
     def _lower(self, context, *operands, platform=None, **params):
         if platform is None:
             platform, *_ = context.platforms or context.module_context.platforms
-        with device.lowering_for(platform):
+        with device.lowering_for(platform), _backends.remembering():
             return self._lower_there(context, *operands, **params)
 
     def _lower_there(self, context, *operands, problem: Problem, axes, marker):

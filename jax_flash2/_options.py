@@ -15,7 +15,7 @@ import jax.core
 import numpy as np
 
 from jax_flash2 import _backends
-from pallas_kernels.core.mask import Window
+from pallas_kernels.core.masks import Window
 
 # Why an argument may not be traced.
 STATIC = "because it is compiled into the program"

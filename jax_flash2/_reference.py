@@ -35,13 +35,14 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
-    q, k, v, spec = problem.named(arrays)
+    call = problem.named(arrays)
+    q, k, v, spec = call.query, call.key, call.value, call.spec
     operands = [q, k, v, *jax.tree.leaves(spec)]
     outputs = o, lse = forward_outputs(problem, operands)
     size = sizes(operands)
     if 0 in size.values():
         return jnp.zeros(o.shape, o.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
-    heads, precision = Heads.of(size), problem.precision or lax.Precision.DEFAULT
+    heads, precision = Heads.of(size), call.precision or lax.Precision.DEFAULT
     lead = (*batch_axes(operands), *heads.names)
     rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
     q, k, v = (heads.split(x).squeezed() for x in (q, k, v))

@@ -35,7 +35,6 @@ from pallas_kernels import passes
 from pallas_kernels.backend import Call
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named
-from pallas_kernels.core.spec import AttentionSpec
 
 # Of more devices, the rounds between the first and the last are a loop: three copies of
 # each kernel in the program, whatever their number.
@@ -111,7 +110,7 @@ class _Ring:
         return [tuple(a for a in x.axes if a != _DEVICES) for x in structs]
 
     def rounds(self, arrays, rank) -> _Rounds:
-        return _Rounds(self, *self.problem.named(arrays), rank)
+        return _Rounds(self, self.problem.named(arrays), rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +119,12 @@ class _Rounds:
 
     Attributes:
       ring: its static part.
-      q, k, v, spec: the operands of its problem.
+      whole: the call of its problem.
       rank: of this device.
     """
 
     ring: _Ring
-    q: Named
-    k: Named
-    v: Named
-    spec: AttentionSpec
+    whole: Call
     rank: jax.Array
 
     def source(self, steps) -> jax.Array:
@@ -145,9 +141,9 @@ class _Rounds:
             value = lax.dynamic_index_in_dim(x.value, source, 0, keepdims=False)
             return Named(value, x.axes[1:])
 
-        spec = jax.tree.map(of_source, self.spec)
         static = self.ring.problem
-        call = Call(self.q, k, v, spec, static.config, static.precision)
+        spec = jax.tree.map(of_source, self.whole.spec)
+        call = dataclasses.replace(self.whole, key=k, value=v, spec=spec)
         call = _round(call, self.ring.layout, self.rank, source)
         problem = Problem.of(call, static.backend, is_named=static.is_named)
         return problem, tuple(x.value for x in call.operands)
@@ -157,10 +153,10 @@ class _Rounds:
         return jnp.concatenate([k.value, v.value], axis=-1)
 
     def unpacked(self, pair: jax.Array) -> tuple[Named, Named]:
-        return self.named(*jnp.split(pair, [self.k.shape[-1]], axis=-1))
+        return self.named(*jnp.split(pair, [self.whole.key.shape[-1]], axis=-1))
 
     def named(self, k: jax.Array, v: jax.Array) -> tuple[Named, Named]:
-        return Named(k, self.k.axes), Named(v, self.v.axes)
+        return Named(k, self.whole.key.axes), Named(v, self.whole.value.axes)
 
     def shifted(self, pair: jax.Array, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Both from the device before this one, in one permutation.
@@ -211,12 +207,12 @@ def _forward(
         state = merge(state, part(number, *rounds.unpacked(pair)))
         return lax.optimization_barrier((following, state))
 
-    own = rounds.k, rounds.v
+    own = rounds.whole.key, rounds.whole.value
     first = shift(rounds.packed(*own)), part(jnp.int32(0), *own)
     pair, state = rounds.run(turn, lax.optimization_barrier(first))
     pair = rounds.unpacked(pair)
-    o, lse = merge(state, part(last, *pair), sink=rounds.spec.sink)
-    return (o.astype(rounds.v.dtype), lse), pair
+    o, lse = merge(state, part(last, *pair), sink=rounds.whole.spec.sink)
+    return (o.astype(rounds.whole.value.dtype), lse), pair
 
 
 def _merged(axes: list[Axes], *parts, sink: Named | None = None):
@@ -247,23 +243,26 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
     # before its last round would leave those of that round alone on their way.
     arrays, pair, results = lax.optimization_barrier((arrays, pair, results))
     rounds = ring.rounds(arrays, rank)
-    leaves = [x for x in jax.tree.leaves(rounds.spec) if is_differentiable(x)]
-    sink = rounds.spec.sink
-    leaves = [x for x in leaves if x is not sink]
+    named = {
+        n: x for n, x in rounds.whole.differentiable.items() if is_differentiable(x)
+    }
+    of_keys, sink = ("key", "value"), named.pop("sink", None)
+    of_queries = {n: x for n, x in named.items() if n not in of_keys}
 
     def gradients(number, k, v, sums):
         """Of dq and what goes with the queries; of keys and values, packed."""
         source = rounds.source(-1 - number)
         problem, values = rounds.call(source, k, v)
-        dq, dk, dv, *others = _vjp.backward(problem, values, *results)
+        found = _vjp.backward(problem, values, *results)
 
         def added(x: Named, total, more):
             if _DEVICES not in x.axes:
                 return total + more
             return lax.dynamic_update_index_in_dim(total, more, source, 0)
 
-        found = zip((rounds.q, *leaves), sums, (dq, *others), strict=True)
-        return [added(*x) for x in found], rounds.packed(*rounds.named(dk, dv))
+        pair = rounds.named(*(found[name] for name in of_keys))
+        sums = {n: added(x, sums[n], found[n]) for n, x in of_queries.items()}
+        return sums, rounds.packed(*pair)
 
     def turn(number, carry):
         pair, sums, grads = carry
@@ -272,7 +271,7 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
         return lax.optimization_barrier((following, sums, grads + more))
 
     wide = functools.partial(jnp.promote_types, jnp.float32)
-    sums = [jnp.zeros_like(x.value, wide(x.dtype)) for x in (rounds.q, *leaves)]
+    sums = {n: jnp.zeros_like(x.value, wide(x.dtype)) for n, x in of_queries.items()}
     pair = rounds.named(*pair)
     following = shift(rounds.packed(*pair)) if parts > 2 else None
     sums, grads = gradients(jnp.int32(0), *pair, sums)
@@ -280,15 +279,16 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
     following, grads = lax.optimization_barrier((following, grads))
     _, sums, grads = rounds.run(turn, (following, sums, grads))
     grads = shift(grads)
-    sums, more = gradients(jnp.int32(parts - 1), rounds.k, rounds.v, sums)
-    dk, dv = rounds.unpacked(grads + more)
-    dq, *others = sums
-    found = [dq, dk.value, dv.value, *others]
+    own = rounds.whole.key, rounds.whole.value
+    sums, more = gradients(jnp.int32(parts - 1), *own, sums)
+    pair = (x.value for x in rounds.unpacked(grads + more))
+    found = {**sums, **dict(zip(of_keys, pair, strict=True))}
     if sink is not None:
         axes = ring.result_axes(arrays) * 2
         saved = list(map(Named, results, axes))
-        found.append(passes.of_sink(sink, saved[1], passes.delta(*saved), sink))
-    return tuple(found)
+        delta = passes.delta_of(*saved)
+        found["sink"] = passes.of_sink(sink, saved[1], delta, sink)
+    return tuple(found[name] for name in ring.problem.places if name in found)
 
 
 def _no_second_derivative(*_):

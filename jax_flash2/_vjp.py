@@ -29,18 +29,16 @@ from jax_flash2._operation import (
     forward_outputs,
     is_differentiable,
     of_value_alone,
+    wanted_gradients,
 )
-from pallas_kernels.backend import Call
+from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.core.axes import Axes, Named, sizes
 
 
 def _serving(problem: Problem, operands) -> tuple[str, Call]:
     """The backend of a call, with all the axes that it has by now, and the call."""
-    q, k, v, *leaves = operands[: len(problem.axes)]
-    spec = problem.spec_tree.unflatten(leaves)
-    call = Call(q, k, v, spec, problem.config, problem.precision)
-    name = _backends.again(problem.backend, call, is_named=problem.is_named)
-    return name, call
+    call = problem.call(operands[: len(problem.axes)])
+    return _backends.again(problem.backend, call, is_named=problem.is_named), call
 
 
 def forward_backends(problem: Problem, operands) -> tuple[str, ...]:
@@ -48,12 +46,16 @@ def forward_backends(problem: Problem, operands) -> tuple[str, ...]:
     return (name,)
 
 
-def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
-    """That of the gradients, and another for those of the score's operands, if so."""
+def _makers(problem: Problem, operands) -> dict[Pass, _backends.Made]:
+    """The backend and the plan of each pass of the gradients."""
     name, call = _serving(problem, operands)
-    name = _backends.of_backward(name, call, is_named=problem.is_named)
-    other = _backends.of_score_gradients(name, call)
-    return (name,) if other is None else (name, other)
+    found = _backends.served(name, call, is_named=problem.is_named)
+    del found["forward"]
+    return found
+
+
+def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
+    return tuple({made.name: None for made in _makers(problem, operands).values()})
 
 
 def _forward(problem: Problem, operands):
@@ -64,29 +66,31 @@ def _forward(problem: Problem, operands):
             jnp.zeros(o.shape, o.dtype),
             jnp.full(lse.shape, -jnp.inf, lse.dtype),
         ]
-    q, k, v, spec = problem.named([x.value for x in operands])
-    options = {"config": problem.config, "precision": problem.precision}
-    (backend,) = map(_backends.module, forward_backends(problem, operands))
-    return backend.forward(q, k, v, spec, (o, lse), **options)
+    name, call = _serving(problem, operands)
+    made = _backends.served(name, call, is_named=problem.is_named)["forward"]
+    return _backends.module(name).forward(made.plan, call, (o, lse))
 
 
 def _backward(problem: Problem, operands):
     """Gradients of `Named` operands, that o, lse, do and dlse follow."""
-    outputs = backward_outputs(problem, operands)
+    wanted = wanted_gradients(problem, operands)
     if 0 in sizes(operands).values():
-        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+        return [jnp.zeros(x.shape, x.dtype) for x in wanted.values()]
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
-    q, k, v, spec = problem.named([x.value for x in arrays])
-    arguments = q, k, v, spec, saved
-    options = {"config": problem.config, "precision": problem.precision}
-    backend, *other = map(_backends.module, _backward_backends(problem, operands))
-    if not other:
-        return backend.backward(*arguments, outputs, **options)
-    end = 3 + len(spec.score.operands)
-    own, of_score = (*outputs[:3], *outputs[end:]), outputs[3:end]
-    found = backend.backward(*arguments, own, **options)
-    more = other[0].score_gradients(*arguments, of_score, **options)
-    return [*found[:3], *more, *found[3:]]
+    call, found = problem.call(arrays), {}
+    makers = _makers(problem, operands)
+    for name in dict.fromkeys(made.name for made in makers.values()):
+        plans: dict[Pass, Plan] = {
+            x: made.plan for x, made in makers.items() if made.name == name
+        }
+        own = {n: x for n, x in wanted.items() if _pass_of(n, call) in plans}
+        found |= _backends.module(name).backward(plans, call, saved, own)
+    return [found[name] for name in wanted]
+
+
+def _pass_of(name: str, call: Call) -> Pass:
+    """The pass that makes the gradient of an operand."""
+    return "operand_gradients" if name in call.spec.score.operands else "backward"
 
 
 def _axes_of_backward(problem: Problem, arrays) -> tuple[Axes, ...]:
@@ -168,10 +172,13 @@ def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     return tuple(FORWARD(*arrays, problem=problem, axes=problem.axes))
 
 
-def backward(problem: Problem, arrays, o, lse, do, dlse) -> tuple[jax.Array, ...]:
-    """Gradients of the operands that are differentiable, in order."""
+def backward(problem: Problem, arrays, o, lse, do, dlse) -> dict[str, jax.Array]:
+    """Gradients of the operands that are differentiable, by name."""
     axes = _axes_of_backward(problem, arrays)
-    return tuple(BACKWARD(*arrays, o, lse, do, dlse, problem=problem, axes=axes))
+    values = (*arrays, o, lse, do, dlse)
+    wanted = wanted_gradients(problem, list(map(Named, values, axes)))
+    found = BACKWARD(*values, problem=problem, axes=axes)
+    return dict(zip(wanted, found, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,7 +1,7 @@
-"""The contract of a backend, and what it is asked before it gets a call.
+"""The contract of a backend: a call, its passes, and who makes each of them.
 
 A backend is a module with the functions of `Backend`, and one line in
-`jax_flash2._backends`. It may decline a call by a reason; the next in line serves it.
+`jax_flash2._backends`. It may decline a pass by a reason; the next in line makes it.
 """
 
 from __future__ import annotations
@@ -9,40 +9,54 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Named, batch_axes, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Everything that is static about a call of `attention`.
+    """A call of `attention`: a tree of `Named`, of arrays or of their shapes.
 
     Attributes:
-      query, key, value: `Named`; only shapes, dtypes and axes may be read.
-      spec: of such `Named`: which masks and score features the call has.
-      config: the caller's, or None.
-      precision: of products of float32 operands.
+      query, key, value: `Named`.
+      spec: of `Named`: which masks and score features the call has.
+      config: the caller's, or None (static).
+      precision: of products of float32 operands (static).
     """
 
     query: Named
     key: Named
     value: Named
     spec: AttentionSpec
-    config: Config | None = None
-    precision: Any = None
+    config: Config | None = dataclasses.field(default=None, metadata={"static": True})
+    precision: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def operands(self) -> list[Named]:
         """query, key, value, and the leaves of the spec."""
-        return [self.query, self.key, self.value, *jax.tree.leaves(self.spec)]
+        return jax.tree.leaves(self)
+
+    @property
+    def structs(self) -> Call:
+        """The same with shape structs in place of arrays."""
+
+        def struct(x: Named) -> Named:
+            return Named(jax.ShapeDtypeStruct(x.shape, x.dtype), x.axes)
+
+        return jax.tree.map(struct, self)
+
+    @property
+    def static(self) -> Hashable:
+        """All that plans are made of: the tree, and shapes, dtypes and axes."""
+        leaves, tree = jax.tree.flatten(self)
+        return tree, tuple((x.axes, x.shape, x.dtype) for x in leaves)
 
     @property
     def dtype(self):
@@ -98,134 +112,87 @@ class Call:
         """Whether the caller asks for interpreted kernels."""
         return self.config is not None and self.config.interpret
 
-    def of_gradients(self) -> Call:
-        """For a backend that makes the gradients only."""
-        if self.config is None:
-            return self
-        config = dataclasses.replace(self.config, forward=None)
-        return dataclasses.replace(self, config=config)
-
     @property
-    def gradients(self) -> tuple[str, ...]:
-        """Names of what has a gradient, beside query, key and value."""
-        fields = {**self.spec.score.operands, "sink": self.spec.sink}
-        return tuple(
-            name
-            for name, x in fields.items()
-            if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
-        )
+    def differentiable(self) -> dict[str, Named]:
+        """What has a gradient, by name: query, key, value, operands of the score, sink.
+
+        Every floating-point array of a call is one of these.
+        """
+        spec = self.spec
+        named = {"query": self.query, "key": self.key, "value": self.value}
+        named |= spec.score.operands
+        return named if spec.sink is None else {**named, "sink": spec.sink}
+
+
+Pass = Literal["forward", "backward", "operand_gradients"]
+
+
+class Plan:
+    """How the kernels of a backend make a pass of a call.
+
+    Attributes:
+      slower: why the next backend in line is faster, as measured; None where it is not.
+        The next one then makes the pass, unless the caller names this one.
+      words: how the work is divided, for `jax_flash2.explain`; none if it is not.
+    """
+
+    slower: str | None = None
+    words: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Declined:
+    """Why a backend does not make a pass of a call, here and now."""
+
+    reason: str
 
 
 class Backend(Protocol):
-    """What the module of a backend has."""
+    """What the module of a backend has.
 
-    def unsupported(self, call: Call, /) -> str | None:
-        """Why this backend cannot serve a call here and now, or None.
+    It may also have `lowering_context`, a function without arguments: the context in
+    which its other functions are traced and lowered.
+    """
 
-        A call that it serves it serves in both directions, with every gradient of
-        `Call.gradients`, and under `jax.vmap`.
+    def plan(self, call: Call, pass_: Pass, /) -> Plan | Declined:
+        """How the backend makes a pass of a call of shape structs, or why it does not.
+
+        A pass that it makes it makes for every call of those shapes, under `jax.vmap`
+        too. The passes are the forward one, the gradients of query, key, value and
+        sink ("backward"), and those of the score's operands. Another backend may make
+        each of them.
         """
-        ...
-
-    def slower(self, call: Call, /) -> str | None:
-        """Why the next backend in line is faster for a call that this one serves.
-
-        As measured; None where it is not. The next one then gets the call, unless the
-        caller names this one.
-        """
-        ...
-
-    def other_backward(self, call: Call, /) -> str | None:
-        """Why another backend makes the gradients of a call that this one serves.
-
-        Asked only where the list of backends names another for that.
-        """
-        ...
-
-    def other_score_gradients(self, call: Call, /) -> str | None:
-        """Why that other backend makes the gradients of the score's operands, or None.
-
-        They are `Score.operands`; the question is asked only of calls that have some.
-        """
-        ...
-
-    def slower_backward(self, call: Call, /) -> str | None:
-        """Why that other backend makes the gradients of a call faster, or None.
-
-        As measured. It then makes them, unless the caller names this backend.
-        """
-        ...
-
-    def division(self, call: Call, /) -> Sequence[str]:
-        """How the work of a call is divided, in words; none if it is not.
-
-        For `jax_flash2.explain`, while tracing.
-        """
-        ...
-
-    def lowering_context(self) -> AbstractContextManager:
-        """In which `forward` and `backward` are traced and lowered."""
         ...
 
     def forward(
-        self,
-        q: Named,
-        k: Named,
-        v: Named,
-        spec: AttentionSpec,
-        outputs: tuple[Named, Named],
-        *,
-        config: Config | None,
-        precision: Any,
+        self, plan: Plan, call: Call, outputs: tuple[Named, Named]
     ) -> Sequence[jax.Array]:
         """Output and log-sum-exp.
 
         Args:
-          q, k, v: arrays, with axes in any order but head sizes `h` and `d`.
-          spec: of `Named` arrays.
+          plan: of the forward pass.
+          call: of `Named` arrays, with axes in any order but head sizes `h` and `d`.
           outputs: shape structs: the results' shapes, dtypes and orders of axes. The
             log-sum-exp has its rows last.
-          config, precision: the caller's.
         """
         ...
 
     def backward(
         self,
-        q: Named,
-        k: Named,
-        v: Named,
-        spec: AttentionSpec,
+        plans: Mapping[Pass, Plan],
+        call: Call,
         saved: tuple[Named, Named, Named, Named],
-        outputs: tuple[Named, ...],
-        *,
-        config: Config | None,
-        precision: Any,
-    ) -> Sequence[jax.Array]:
-        """Gradients of q, k, v, and of the spec's leaves that are differentiable.
-
-        Without the score's operands where the list of backends names another for those.
+        wanted: Mapping[str, Named],
+    ) -> Mapping[str, jax.Array]:
+        """Gradients.
 
         Args:
+          plans: of those passes that this backend makes: "backward",
+            "operand_gradients", or both.
+          call: of `Named` arrays.
           saved: o, lse, do and dlse (the cotangents of both results).
-          outputs: shape structs, in the order of the operands. An axis that an output
-            lacks is summed over; one that it has beyond its operand is `jax.vmap`'s.
-        """
-        ...
-
-    def score_gradients(
-        self,
-        q: Named,
-        k: Named,
-        v: Named,
-        spec: AttentionSpec,
-        saved: tuple[Named, Named, Named, Named],
-        outputs: tuple[Named, ...],
-        *,
-        config: Config | None,
-        precision: Any,
-    ) -> Sequence[jax.Array]:
-        """Gradients of the score's operands (`Score.operands`), in their order.
-
-        Asked only of a backend that another has in the list for its gradients.
+          wanted: shape structs of the gradients of these passes, by the names of
+            `Call.differentiable`. An axis that one lacks is summed over; one that it
+            has beyond its operand is `jax.vmap`'s.
         """
         ...

@@ -7,12 +7,13 @@ log2 for the others, which would otherwise compute them for every block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import division
+from pallas_kernels.backend import Call
 from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
@@ -20,19 +21,15 @@ from pallas_kernels.tables import FEW_ROWS
 
 
 def forward(
-    run: Callable,
-    q: Named,
-    k: Named,
-    v: Named,
-    spec: AttentionSpec,
-    outputs: tuple[Named, Named],
+    run: Callable, call: Call, outputs: tuple[Named, Named]
 ) -> tuple[jax.Array, ...]:
     """Output and log-sum-exp (`backend.Backend.forward`).
 
     Args:
       run: as for `backward`; "forward" gets what is left of this function's arguments.
     """
-    spec, v = _without_dropped(q, spec, v)
+    q, k, v = call.query, call.key, call.value
+    spec, v = _without_dropped(q, call.spec, v)
     packing = division.Packing.of(q, k, spec)
     if packing is None:
         return run("forward", "s", q, k, v, spec, outputs)
@@ -45,66 +42,54 @@ def forward(
 
 def backward(
     run: Callable,
-    q: Named,
-    k: Named,
-    v: Named,
-    spec: AttentionSpec,
+    call: Call,
     saved: tuple[Named, Named, Named, Named],
-    outputs: tuple[Named, ...],
+    wanted: Mapping[str, Named],
     *,
     dk_and_dv_apart: bool,
-) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v and the spec's operands (`backend.Backend.backward`).
+) -> dict[str, jax.Array]:
+    """Gradients of a call's operands (`backend.Backend.backward`).
 
     Args:
       run: `run(kernel, looped, q, k, v, spec, saved, outputs, **options)` runs a kernel
         of `configs.KERNELS` whose programs loop over blocks of keys (`looped` "s") or
         of queries ("t"), and returns its results. "dq" gets all of `saved` and writes
         dq, delta and lse_log2; the others get (lse_log2, delta, do). "dbias" also gets
-        the name of the score's field and the axes to sum over, `field` and `summed`.
+        the name of the score's operand and the axes to sum over, `field` and `summed`.
       dk_and_dv_apart: whether one kernel for both would not fit the registers.
     """
-    sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
-    spec, k, v = _without_dropped(q, spec, k, v)
+    q, sink = call.query, call.spec.sink
+    spec = dataclasses.replace(call.spec, sink=None)
+    spec, k, v = _without_dropped(q, spec, call.key, call.value)
     o, lse, do, dlse = saved
     q, do = (clear.masked_rows(spec, x, lse) for x in (q, do))
-    saved = o, lse, do, dlse
-    rows = _row_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
-    grad_q, *of_rows = run("dq", "s", q, k, v, spec, saved, (outputs[0], rows, rows))
-    delta, lse_log2 = (Named(x, rows.axes) for x in of_rows)
+    saved, gradients = (o, lse, do, dlse), {}
+    if "query" in wanted:
+        rows = _row_struct([q, k, v, *jax.tree.leaves(spec), *saved], lse)
+        outputs = wanted["query"], rows, rows
+        dq, *of_rows = run("dq", "s", q, k, v, spec, saved, outputs)
+        delta, lse_log2 = (Named(x, rows.axes) for x in of_rows)
+        gradients["query"] = dq
+    else:
+        lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
+        delta = delta_of(o, lse, do, dlse)
     saved_rows = (lse_log2, delta, do)
-    grad_kv = dict(zip(("dk", "dv"), outputs[1:3], strict=True))
-    kernels = {name: {name: out} for name, out in grad_kv.items()}
-    if not dk_and_dv_apart:
-        kernels = {"dkv": grad_kv}
-    gradients = [grad_q]
-    for name, out in kernels.items():
-        gradients += run(name, "t", q, k, v, spec, saved_rows, out)
-    fields = spec.score.operands
-    for field, out in zip(fields, outputs[3:], strict=False):
-        gradients.append(score_operand(run, q, k, v, spec, saved_rows, out, field))
-    if sink is not None:
-        gradients.append(of_sink(sink, lse, delta, outputs[-1]))
-    return tuple(gradients)
-
-
-def score_gradients(
-    run: Callable,
-    q: Named,
-    k: Named,
-    v: Named,
-    spec: AttentionSpec,
-    saved: tuple[Named, Named, Named, Named],
-    outputs: tuple[Named, ...],
-) -> tuple[jax.Array, ...]:
-    """Gradients of the score's operands alone (`backend.Backend.score_gradients`)."""
-    spec, k, v = _without_dropped(q, dataclasses.replace(spec, sink=None), k, v)
-    o, lse, do, dlse = saved
-    q, do = (clear.masked_rows(spec, x, lse) for x in (q, do))
-    lse_log2 = Named(flash2.lse_log2(lse.value), lse.axes)
-    rows = lse_log2, delta(o, lse, do, dlse), do
-    fields = zip(spec.score.operands, outputs, strict=True)
-    return tuple(score_operand(run, q, k, v, spec, rows, out, x) for x, out in fields)
+    if "key" in wanted:
+        of_keys = {"dk": wanted["key"], "dv": wanted["value"]}
+        kernels = {name: {name: out} for name, out in of_keys.items()}
+        if not dk_and_dv_apart:
+            kernels = {"dkv": of_keys}
+        found = []
+        for name, out in kernels.items():
+            found += run(name, "t", q, k, v, spec, saved_rows, out)
+        gradients["key"], gradients["value"] = found
+    for name in spec.score.operands:
+        if name in wanted:
+            out = wanted[name]
+            gradients[name] = score_operand(run, q, k, v, spec, saved_rows, out, name)
+    if "sink" in wanted:
+        gradients["sink"] = of_sink(sink, lse, delta, wanted["sink"])
+    return gradients
 
 
 def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:
@@ -113,7 +98,7 @@ def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:
     return summed_to(gradient, out.axes).astype(out.dtype)
 
 
-def delta(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
+def delta_of(o: Named, lse: Named, do: Named, dlse: Named) -> Named:
     """`flash2.delta` of whole arrays, for kernels that do not make it themselves."""
     operands = [x.squeezed() for x in (o, lse, do, dlse)]
     batch = dict.fromkeys(a for x in operands for a in x.axes if a not in ("t", "d"))
@@ -134,9 +119,9 @@ def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
     every block would wait for it, at half the speed, so that here zeros are written
     first (NVIDIA H200, 2026-11-23: benchmarks/lab/063-masked-keys.md).
     """
-    if spec.drops_pairs() and sizes([q])["t"] > FEW_ROWS:
+    if spec.drops_pairs and sizes([q])["t"] > FEW_ROWS:
         return spec, *(clear.dropped_keys(spec, x) for x in rows)
-    return spec.with_keys(), *rows
+    return spec.with_keys(sizes(rows)["s"]), *rows
 
 
 def _row_struct(operands, lse: Named) -> Named:

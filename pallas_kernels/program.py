@@ -40,7 +40,7 @@ def query_start(
     """The spec with its scalars loaded, where the program is, and its first row."""
     ids = layout.program_ids()
     i = ids.pop("t")
-    if spec.later_rows_see_more:  # they start first
+    if spec.traits.cost_grows:  # they start first
         i = layout.num_blocks["t"] - 1 - i
     where: Where = {"i": i, **ids}
     spec = load_tree(with_end(spec, layout), ("t", "s"), where)

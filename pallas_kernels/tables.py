@@ -108,15 +108,15 @@ def regime(operands, spec: AttentionSpec) -> str:
         return "bias"
     if spec.dropout is not None:
         return "dropout"
-    if spec.score.soft_cap is not None or pair_bytes(spec):
+    if spec.score.is_heavy or pair_bytes(spec):
         return "heavy"
     keys = spec.mean_keys(size["s"])
-    if spec.is_sparse or 4 * keys <= size["s"]:
+    if spec.traits.is_sparse or 4 * keys <= size["s"]:
         return "short"
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / device.multiprocessors()
     if programs > 8:
         if keys > _SHORT:
             return "long" if size["s"] >= _LONG else "plain"
-        return "whole" if spec.reach == (None, None) else "short"
+        return "whole" if spec.traits.reach == (None, None) else "short"
     return "few" if programs > 1 else "single"

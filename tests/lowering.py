@@ -10,11 +10,16 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 
-def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
-    """The StableHLO module of `function` for a CUDA device of that kind."""
+def on_gpu(device: str = "NVIDIA H200"):
+    """A context in which calls are traced for a CUDA device of that kind."""
     gpu = AbstractDevice(device_kind=device, num_cores=None, platform="cuda")
     mesh = AbstractMesh((1,), ("x",), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(mesh):
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
+    """The StableHLO module of `function` for a CUDA device of that kind."""
+    with on_gpu(device):
         traced = jax.jit(function).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 

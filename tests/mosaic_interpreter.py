@@ -30,13 +30,14 @@ import pallas_kernels.mosaic_gpu as backend
 from jax_flash2 import _api, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
+from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import pairwise, support
-from pallas_kernels.mosaic_gpu.rounds import Taken
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
-GRADIENTS = ("query", "key", "value", "sinks")
+_ARGUMENTS = {"sink": "sinks"}  # of `attention`, for gradients
 IS_SUPPORTED = jax.__version_info__ >= (0, 12)
 
 
@@ -72,17 +73,17 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
-def _take(rounds: Taken, r) -> None:
+def _take(tiles: DynamicTiles, slot) -> None:
     """One outcome of many: the first program takes as many tiles as it may.
 
     The next ones take what is left, the last ones nothing.
     """
-    most = rounds.schedule.most_rounds
+    most = tiles.schedule.most_tiles
 
-    @pl.when(r < most)
+    @pl.when(slot < most)
     def _():
-        rounds.numbers[rounds._place(r)] = lax.axis_index("program") * most + r
-        plgpu.barrier_arrive(rounds.here.at[r])
+        tiles.words[tiles._word(slot)] = lax.axis_index("program") * most + slot
+        plgpu.barrier_arrive(tiles.taken.at[slot])
 
 
 def _store(ref, x) -> None:
@@ -244,12 +245,12 @@ def install(monkeypatch, *, races: bool = False) -> None:
     put(device, "multiprocessors", lambda: PROGRAMS)
     put(device, "shared_memory_limit", lambda: 227 << 10)
     put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
-    put(support, "unknown", lambda number: number)
-    put(support, "anywhere", lambda me, flags: jnp.sum(flags))
+    put(support, "opaque", lambda number: number)
+    put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
     put(support, "finish_loads", lambda: None)
-    put(Taken, "take", _take)
-    put(support, "same", lambda number: number)
+    put(DynamicTiles, "take", _take)
+    put(support, "warp_uniform", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms
@@ -288,9 +289,12 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     q, k, v = arrays
     options = {"bias": None, "mask": None, **defaults, **arguments}
     call = _api._checked(query=q, key=k, value=v, **options)
-    assert backend.unsupported(call) is None
     problem = Problem.of(call, "mosaic_gpu", is_named=True)
-    has_gradients = backend.other_backward(call.of_gradients()) is None
+    names = ("forward", "backward", "operand_gradients")[
+        : 2 + bool(call.spec.score.operands)
+    ]
+    plans = {x: backend.plan(call, x) for x in names}
+    plans = {x: plan for x, plan in plans.items() if not isinstance(plan, Declined)}
 
     @jax.jit
     def run(arrays, cotangents):
@@ -298,28 +302,24 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             operands = list(map(Named, arrays, problem.axes))
             rows = (*batch_axes(operands), "t", "n")
             structs = _operation.forward_outputs(problem, operands)
-            q, k, v, spec = problem.named(arrays)
-            options = {"config": problem.config, "precision": problem.precision}
-            found = backend.forward(q, k, v, spec, structs, **options)
+            call = problem.named(arrays)
+            found = backend.forward(plans["forward"], call, structs)
             o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
             results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
-            if not has_gradients:
+            if "backward" not in plans:
                 return results
             do, dlse = cotangents
             saved = (
                 *(o, lse, Named(Named(do, (*rows, "d")).to(o.axes), o.axes)),
                 Named(Named(dlse, rows).to(lse.axes), lse.axes),
             )
-            outputs = list(_operation.backward_outputs(problem, [*operands, *saved]))
-            names = ["query", "key", "value"]
-            if spec.score.operands:
-                if backend.other_score_gradients(call.of_gradients()) is None:
-                    names.append("bias")
-                else:
-                    del outputs[3 : 3 + len(spec.score.operands)]
-            names.append("sinks")
-            found = backend.backward(q, k, v, spec, saved, outputs, **options)
-            return results | dict(zip(names, found, strict=False))
+            wanted = _operation.wanted_gradients(problem, [*operands, *saved])
+            made = {
+                n: x for n, x in wanted.items() if n not in call.spec.score.operands
+            }
+            made = wanted if "operand_gradients" in plans else made
+            found = backend.backward(plans, call, saved, made)
+            return results | {_ARGUMENTS.get(n, n): x for n, x in found.items()}
 
     results = run(tuple(x.value for x in call.operands), cotangents)
     return {name: np.asarray(x, np.float64) for name, x in results.items()}

@@ -82,7 +82,7 @@ MUTANTS = [
         "jax_flash2/_chunked.py",
         (
             "probabilities of a part as of all keys",
-            "not (plan.fuses_softmax or spec.is_part)",
+            "not (cut.fuses_softmax or spec.is_part)",
             "not plan.fuses_softmax",
             one("causal", "ring"),
         ),

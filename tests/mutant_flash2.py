@@ -90,8 +90,8 @@ MUTANTS = [
         "pallas_kernels/core/score.py",
         (
             "the soft cap's derivative",
-            "return ds * (1.0 - x * x)",
-            "return ds * (1.0 - x)",
+            "return 1.0 - x * x",
+            "return 1.0 - x",
             rule("soft_cap"),
         ),
         (
@@ -102,14 +102,14 @@ MUTANTS = [
         ),
         (
             "a product of NaN beside a bias of -inf",
-            "x = jnp.where(masks, -jnp.inf, x)",
-            "x = jnp.where(jnp.isnan(x), x, jnp.where(masks, -jnp.inf, x))",
+            "x = jnp.where(term.masks(scores.x.shape), -jnp.inf, scores.x)",
+            "x = jnp.where(term.masks(scores.x.shape), -jnp.inf, scores.x) + 0 * qk",
             "tests/test_masked_rows.py -k 'comes_through and bias_soft_cap-xla'",
         ),
         (
             "the sign of the slopes' gradient",
-            "-dz * place.distance",
-            "dz * place.distance",
+            "-ds * setting.distance",
+            "ds * setting.distance",
             rule("alibi_alone"),
         ),
         (
@@ -120,14 +120,14 @@ MUTANTS = [
         ),
         (
             "slopes a fiftieth too large where distances are in two parts",
-            "x, row = x + slopes * place.key",
-            "x, row = x + 1.02 * slopes * place.key",
+            "x, row = scores.x + slopes * place.key",
+            "x, row = scores.x + 1.02 * slopes * place.key",
             rule("alibi_batch"),
         ),
         (
             "half a soft cap beside a scale",
-            "tanh(x * (unit / self.soft_cap))",
-            "tanh(x / self.soft_cap)",
+            "tanh(scores.x * (scores.unit / self.cap))",
+            "tanh(scores.x / self.cap)",
             rule("soft_cap"),
         ),
     ),

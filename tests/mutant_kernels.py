@@ -166,7 +166,7 @@ _TRITON = [
         ),
         (
             "every window reversed",
-            "if spec.later_rows_see_more:",
+            "if spec.traits.cost_grows:",
             "if spec.masks:",
             f"{COUNTS} -k most_keys",
         ),
@@ -247,7 +247,7 @@ _TRITON = [
         "pallas_kernels/tables.py",
         (
             "packed documents in the regime of long rows",
-            "if spec.is_sparse or 4 * keys",
+            "if spec.traits.is_sparse or 4 * keys",
             "if 4 * keys",
             REGIME,
         ),
@@ -424,7 +424,7 @@ _PLAIN_JAX = [
         ),
         (
             "a group's key gradients not scaled",
-            'if name in ("dq", "dk"):',
+            'if name in ("query", "key"):',
             'if name == "dq":',
             rule("plain", backend="xla_blocks"),
         ),

@@ -196,8 +196,8 @@ MUTANTS = [
         ),
         (
             "ALiBi without offset under causal masks",
-            "Place(between + query",
-            "Place(between - offset * self.spec.keeps_past_only + query",
+            "PairPositions(between + query",
+            "PairPositions(between - offset * self.spec.is_causal + query",
             rule(
                 "pairwise_0",
                 "pairwise_1",
@@ -237,10 +237,10 @@ MUTANTS = [
             "tests/test_mask.py -k both_sides",
         ),
         (
-            "a window that looks ahead keeps the past only",
-            "w.right <= 0 for",
-            "w.right <= 1 for",
-            f"{COUNTS} -k past_only",
+            "a window that looks ahead is causal",
+            "return self.reach[1] == 0",
+            "return self.reach[1] in (0, 1)",
+            f"{COUNTS} -k are_causal",
         ),
         (
             "an overhanging key is no padding",
@@ -368,8 +368,8 @@ MUTANTS = [
         "jax_flash2/_api.py",
         (
             "positions of ALiBi without a window dropped",
-            "if not spec.positional:",
-            "if not any(atom.positional for atom in spec.masks):",
+            "if not spec.is_positional:",
+            "if not spec.traits.is_positional:",
             rule("pairwise_0", "pairwise_1", "pairwise_5", "alibi_two_sided"),
         ),
     ),

@@ -18,14 +18,14 @@ MUTANTS = [
         "jax_flash2/_operation.py",
         (
             "lowered for where arrays lie by default",
-            "with device.lowering_for(platform):",
-            "with device.lowering_for(device.platform()):",
+            "device.lowering_for(platform), _backends",
+            "device.lowering_for(device.platform()), _backends",
             "tests/test_platforms.py -k arrays_of_a_cpu",
         ),
         (
             "run where arrays lie by default",
-            "with device.lowering_for(device.platform_of(arrays)):",
-            "with device.lowering_for(device.platform()):",
+            "where = device.lowering_for(device.platform_of(arrays))",
+            "where = device.lowering_for(device.platform())",
             "tests/test_platforms.py -k without_jit",
         ),
     ),

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-OPERANDS = ("bias", "alibi_slopes", "sinks", "scale")  # arguments that have gradients
+# Arguments that have gradients; "gain" is of a term that only tests have.
+OPERANDS = ("bias", "alibi_slopes", "sinks", "scale", "gain")
 
 Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
 
@@ -21,6 +22,7 @@ class Pairs(NamedTuple):
     p: np.ndarray  # probability, before dropout
     dz: np.ndarray  # gradient of the score before its soft cap
     distance: np.ndarray  # |query position - key position|
+    of_gain: np.ndarray | float  # derivative of the score by the gain of a test's term
 
 
 def attention(
@@ -31,7 +33,8 @@ def attention(
     Args:
       arrays: query, key and value.
       cotangents: of the output and of the log-sum-exp.
-      arguments: the others of `attention`, by name.
+      arguments: the others of `attention`, by name. Also "term" and "gain": the last
+        term of the score and its operand (`tests.toy_score.InNumPy`).
       rounded: None for the exact results, in float64. A dtype for what plain attention
         in it gives: products take operands in that dtype and sum in float32, and
         everything else is in float32.
@@ -68,7 +71,12 @@ def attention(
         qk = product(q, k.swapaxes(-1, -2))
         z = scale * qk + np.asarray(arguments.get("bias", 0.0), wide)
         z = z - slopes * distance
-        score = z if cap is None else cap * np.tanh(z / wide(cap))
+        capped = score = z if cap is None else cap * np.tanh(z / wide(cap))
+        term, gain = arguments.get("term"), arguments.get("gain")
+        of_gain = 0.0
+        if term is not None:
+            gain = np.asarray(gain, wide)
+            score, of_gain = term.value(capped, gain), term.of_operand(capped)
         keep = kept_pairs(arguments, (*batch, n, t, s), position)
         score = np.where(keep, score, -np.inf)
         largest = np.maximum(score.max(-1, keepdims=True, initial=-np.inf), sinks)
@@ -87,7 +95,11 @@ def attention(
         delta = (out * do).sum(-1, keepdims=True) - dlse[..., None]
         delta = np.where(empty, 0.0, delta)
         dz = p * (dp - delta)
-        dz = dz if cap is None else dz * (1 - np.where(keep, score / wide(cap), 0) ** 2)
+        d_gain = (dz * np.where(keep, of_gain, 0.0)).sum((-2, -1))
+        if term is not None:
+            dz = dz * np.where(keep, term.slope(capped, gain), 0.0)
+        if cap is not None:
+            dz = dz * (1 - np.where(keep, capped / wide(cap), 0) ** 2)
         ds = narrow(dz)
         results = {
             "out": out,
@@ -99,6 +111,7 @@ def attention(
             "alibi_slopes": -(dz * distance).sum((-2, -1)),
             "sinks": -np.where(empty, 0.0, np.exp(sinks - lse) * delta).sum((-2, -1)),
             "scale": (dz * np.where(dz == 0, 0.0, qk)).sum(),
+            "gain": d_gain,
         }
     for name in ("key", "value"):
         x = results[name]
@@ -114,7 +127,7 @@ def attention(
         if isinstance(argument, np.ndarray | jax.Array):
             x = summed_to(x, argument.shape)
             results[name] = x if rounded is None else x.astype(argument.dtype)
-    return results, Pairs(p, dz, distance)
+    return results, Pairs(p, dz, distance, np.where(keep, of_gain, 0.0))
 
 
 def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jax_flash2 import _backends, attention, explain
 from jax_flash2._backends import BACKENDS, Entry
-from pallas_kernels.backend import Backend, Call
+from pallas_kernels.backend import Backend, Call, Pass, Plan
 from tests import cases, test_masked_rows, tolerances
 from tests.cases import PAIRWISE, Case, by_name
 from tests.test_attention import DROPPING, check_masked_keys
@@ -85,7 +86,9 @@ def test_a_backend_declines_with_a_reason_and_another_serves(monkeypatch):
 def test_a_slower_backend_gives_way_to_the_next_alone(monkeypatch):
     """Not to those after it, should the next one not serve the call."""
     x = jax.ShapeDtypeStruct((1, 20, 2, 16), jnp.float32)
-    monkeypatch.setattr("tests.proof.slower", lambda call: "for a test", raising=False)
+    slow = Plan()
+    slow.slower = "for a test"
+    monkeypatch.setattr("tests.proof.plan", lambda call, pass_: slow)
     proof, xla = Entry("tests.proof"), BACKENDS["xla"]
     never = Entry("tests.proof", platform="none")
     for backends, chosen in (
@@ -99,19 +102,25 @@ def test_a_slower_backend_gives_way_to_the_next_alone(monkeypatch):
 
 
 def test_a_backend_is_asked_all_that_is_static(monkeypatch):
-    asked = []
+    asked = {}
+
+    def plan(call, pass_):
+        asked[pass_] = call
+        return Plan()
+
     monkeypatch.setitem(BACKENDS, "proof", Entry("tests.proof"))
-    monkeypatch.setattr("tests.proof.unsupported", lambda call: asked.append(call))
+    monkeypatch.setattr("tests.proof.plan", plan)
     case = by_name("everything_learnt")
     arrays, arguments = case.inputs(jnp.bfloat16)
     explain(*arrays, **arguments, implementation="proof")
-    call = asked[0]
+    assert set(asked) == set(get_args(Pass))
+    call = asked["forward"]
     assert isinstance(call, Call)
     assert (call.size["t"], call.size["s"]) == (case.t, case.s)
     assert call.head_sizes == (case.h, case.d)
     assert call.group == case.n // case.k
     assert call.dtype == jnp.bfloat16
-    assert call.gradients == ("bias", "slopes", "sink")
+    assert [*call.differentiable][3:] == ["bias", "slopes", "sink"]
     assert call.spec.dropout is not None
     assert [type(atom).__name__ for atom in call.spec.masks] == ["Window", "SegmentIds"]
     assert not call.is_symbolic and not call.interpret
@@ -120,12 +129,11 @@ def test_a_backend_is_asked_all_that_is_static(monkeypatch):
 @pytest.mark.parametrize("name", [*BACKENDS, "proof"])
 def test_modules_keep_the_contract(name, proof):
     module = _backends.module(name)
-    for function in ("forward", "backward"):
+    for function in ("plan", "forward", "backward"):
         wanted = list(inspect.signature(getattr(Backend, function)).parameters)[1:]
         found = list(inspect.signature(getattr(module, function)).parameters)
-        assert found == wanted, function
-    assert len(inspect.signature(module.unsupported).parameters) == 1
-    with module.lowering_context():
+        assert len(found) == len(wanted), function
+    with _backends.lowering_context(name):
         pass
 
 

@@ -15,9 +15,9 @@ import pytest
 from jax_flash2 import Blocks
 from pallas_kernels import program
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.ranges import Range
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory
 
@@ -196,10 +196,10 @@ def test_programs_with_most_keys_start_first(monkeypatch, window, starts):
 
 
 @pytest.mark.parametrize(
-    ("window", "past"),
+    ("window", "causal"),
     [((None, 0), True), ((9, 0), True), ((None, 1), False), ((9, None), False)],
 )
-def test_windows_that_keep_the_past_only(window, past):
+def test_windows_that_are_causal(window, causal):
     """There the distance of query and key needs no absolute value."""
     spec = AttentionSpec(Score(1.0), (Lengths(3, 3), Window(*window)))
-    assert spec.keeps_past_only == past
+    assert spec.is_causal == causal

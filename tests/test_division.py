@@ -15,7 +15,7 @@ from pallas_kernels import device, division
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
@@ -259,7 +259,8 @@ def _explained(t, s, n, k, **more):
 def test_explain_names_the_division():
     text = _explained(1, 4096, 8, 2, config={"splits": 4})
     assert (
-        "    forward: 4 heads of a group as rows\n    forward: keys in 4 parts" in text
+        "        forward: 4 heads of a group as rows\n        forward: keys in 4 parts"
+        in text
     )
     assert "    dkv: heads of a group in 4 parts" in text
     text = _explained(64, 64, 8, 1)

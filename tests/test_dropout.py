@@ -13,7 +13,7 @@ from pallas_kernels.core.arithmetic import Arithmetic, wide_product
 from pallas_kernels.core.dropout import Dropout
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests.cases import BACKENDS, ON_GPU
 from tests.tiers import MAINLY_XLA

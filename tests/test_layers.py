@@ -7,6 +7,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from pallas_kernels.core import masks, scores
+
 ROOT = Path(__file__).parent.parent
 RUNTIME = {"jax", "jaxlib", "numpy"}
 # Every file of the packages, innermost first: each imports what stands before it, or
@@ -48,9 +52,9 @@ CORE = (  # of the folder, likewise
     "ranges",
     "positions",
     "flash2",
-    "score",
+    "scores",
     "dropout",
-    "mask",
+    "masks",
     "spec",
     "clear",
     "visits",
@@ -81,7 +85,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 def files(where: str) -> list[Path]:
     path = ROOT / where
-    return [path] if path.is_file() else sorted(path.glob("*.py"))
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -113,7 +117,8 @@ def packages() -> list[Path]:
 def test_every_file_has_a_layer():
     listed = [path for layer in LAYERS for where in layer for path in files(where)]
     assert sorted(listed) == sorted(packages())
-    core = {path.stem for path in files("pallas_kernels/core")} - {"__init__"}
+    core = {path.stem for path in (ROOT / "pallas_kernels/core").iterdir()}
+    core -= {"__init__", "__pycache__"}
     assert set(CORE) == core
 
 
@@ -130,10 +135,31 @@ def test_imports_run_one_way():
 
 
 def test_imports_inside_core_run_one_way():
-    for i, name in enumerate(CORE):
-        path = ROOT / "pallas_kernels" / "core" / f"{name}.py"
-        allowed = {f"pallas_kernels.core.{other}" for other in CORE[:i]}
-        assert modules_imported(path) <= allowed, (name, modules_imported(path))
+    below = ("pallas_kernels.core",)
+    for name in CORE:
+        below = (*below, f"pallas_kernels.core.{name}")
+        folder = ROOT / "pallas_kernels" / "core"
+        for path in [folder / f"{name}.py", *files(f"pallas_kernels/core/{name}")]:
+            for module in modules_imported(path) if path.is_file() else ():
+                parts = module.split(".")[:3]
+                assert ".".join(parts) in below, (path, module)
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("masks", masks.Atom), ("scores", scores.Term)]
+)
+def test_no_code_asks_for_the_type_of_a_mask_or_a_term(folder, kind):
+    """They answer for themselves, so that a new one is a file of its own."""
+    names = {x.__name__ for x in (kind, *kind.__subclasses__())}
+    assert len(names) > 3
+    for path in packages():
+        if path.parent.name == folder:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if called and node.func.id in ("isinstance", "issubclass", "type"):
+                asked = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+                assert not asked & names, (path, node.lineno)
 
 
 def test_no_file_imports_a_backend():

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.ranges import Range
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests.tiers import deeply
 

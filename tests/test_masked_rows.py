@@ -10,8 +10,8 @@ import pytest
 
 from jax_flash2 import attention
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests import mosaic_interpreter, tolerances
 from tests.cases import (
@@ -205,7 +205,7 @@ KNOWN = {
     "queries' lengths": ((Lengths(LENGTHS, None),), {}, 40, True),
     "keys' lengths": ((Lengths(None, LENGTHS),), {}, 40, False),
     "one document's ids": (
-        (dataclasses.replace(SEGMENTS, keeps_own_key=True), Window(None, 0)),
+        (dataclasses.replace(SEGMENTS, are_shared=True), Window(None, 0)),
         {},
         40,
         True,

@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import Arithmetic
-from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import Lengths, SegmentIds, Window
 from pallas_kernels.core.pairs import Pairs
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Alibi, Score, SoftCap
 from pallas_kernels.core.spec import AttentionSpec
 from tests.lowering import lower_for_gpu
 
@@ -104,8 +104,8 @@ def _spec(name, rows, keys) -> AttentionSpec:
         "window": AttentionSpec(plain, (Window(5, 7),), offset=at),
         "lengths": AttentionSpec(plain, (Lengths(at, at + 3), Lengths(None, 100))),
         "segments": AttentionSpec(plain, (*causal, SegmentIds(*ids))),
-        "soft cap": AttentionSpec(Score(0.1, soft_cap=3.0), causal),
-        "alibi": AttentionSpec(Score(0.1, slopes=jnp.float32(0.5)), causal),
+        "soft cap": AttentionSpec(Score(0.1, (SoftCap(3.0),)), causal),
+        "alibi": AttentionSpec(Score(0.1, (Alibi(jnp.float32(0.5)),)), causal),
     }[name]
 
 

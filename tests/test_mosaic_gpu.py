@@ -2,18 +2,26 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import device
-from pallas_kernels.mosaic_gpu import tuning
+from pallas_kernels.mosaic_gpu import shared_memory, support
+from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
+from pallas_kernels.mosaic_gpu.forward_plan import Plan, Storage
+from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu, string_attributes
+from tests.modules import without_locations
 from tests.mosaic import (
     BLOCKS,
     MOSAIC,
@@ -43,19 +51,58 @@ def _lowered() -> Iterator:
 
 
 @pytest.mark.parametrize(
-    ("heads", "of_output", "columns", "most"),
+    ("heads", "columns", "most"),
     [
-        ((128, 128), 2, 128, 128),
-        ((256, 256), 2, 0, 128),  # half of the columns fit beside the queries
-        ((128, 64), 2, 64, 64),  # queries have another size
+        ((128, 128), 128, 128),
+        ((256, 256), 0, 128),  # half of the columns fit beside the queries
+        ((128, 64), 64, 64),  # queries have another size
     ],
 )
-def test_columns_of_output(heads, of_output, columns, most, monkeypatch):
+def test_columns_of_output(heads, columns, most, monkeypatch):
     monkeypatch.setattr(device, "shared_memory_limit", lambda: 227 << 10)
     blocks = Blocks(128, 64, num_warps=8, num_stages=2)
-    find = functools.partial(tuning.output_columns, blocks, heads, of_output)
-    assert find() == columns
-    assert find(halves=True) == most
+    storage = Storage(blocks, heads, jnp.bfloat16, jnp.bfloat16)
+    assert storage.with_output_tile().output_columns == columns
+    assert storage.with_output_tile(halves=True).output_columns == most
+
+
+@pytest.mark.parametrize("name", ["lengths", "bias_half", "mask_full", "head_256"])
+def test_shared_memory_is_the_sum_of_what_is_declared(name, monkeypatch):
+    """The bytes that the lowered forward asks for, of every kind of schedule."""
+    plans, of = [], Plan.of
+    keep = staticmethod(lambda *call: plans.append(of(*call)) or plans[-1])
+    monkeypatch.setattr(Plan, "of", keep)
+    (kernel, *_) = string_attributes(lowered(by_name(name), jnp.bfloat16), "module")
+    module = without_locations(kernel)
+    (size,) = re.findall(r'gpu\.launch"\(.*(%\w+)\)', module)
+    (asked,) = re.findall(size + r" = .*constant.*value = (\d+) : i32", module)
+    (plan,) = plans
+    assert int(asked) == plan.storage.num_bytes
+    assert plan.storage.fits
+
+
+class Rows(NamedTuple):
+    queries: Tile
+    lse: Tile
+
+
+def test_tiles_that_come_together():
+    """They share two barriers a stage. Forms of a tile lie in the same place."""
+    queries = Tile(support.tile((3, 64, 64), jnp.bfloat16, array=(100, 60)))
+    assert isinstance(queries.forms, plgpu.RefUnion)
+    tiles = Rows(queries, lse=Tile(plgpu.SMEM((3, 64), jnp.float32)))
+    pipeline = Pipeline.declare(tiles, stages=3, readers=2)
+    assert (pipeline.full.num_arrivals, pipeline.empty.num_arrivals) == (2, 2)
+    assert shared_memory.num_bytes(pipeline) == (3 * 64 * 64 * 2) + 1024 + 2 * 3 * 8
+
+
+def test_named_barriers_are_given_out_once():
+    """Above those of the thread block and of its warpgroups, and no more than 16."""
+    barriers = NamedBarriers(warpgroups=3)
+    assert barriers.ping_pong(2) == PingPong(first=4, count=2)
+    assert barriers.barrier(2) == NamedBarrier(number=6, warpgroups=2)
+    with pytest.raises(AssertionError, match="no named barrier is left"):
+        barriers.ping_pong(10)
 
 
 @off_hopper

@@ -9,7 +9,7 @@ import pytest
 from jax_flash2 import Config
 from pallas_kernels import device
 from pallas_kernels.mosaic_gpu import tuning
-from pallas_kernels.mosaic_gpu.schedule import Schedule
+from pallas_kernels.mosaic_gpu.tile_scheduler import Schedule
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, Case, by_name
 from tests.mosaic import BLOCKS, EVERYTHING, SERVED, check_dropped_keys, with_heads
@@ -74,14 +74,14 @@ def test_wider_heads(heads, monkeypatch, record_property):
 
 
 @deep
-def test_most_rounds(monkeypatch, record_property):
+def test_most_tiles(monkeypatch, record_property):
     """A program takes as many tiles as it may, and leaves one to the next program."""
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     case = dataclasses.replace(by_name("lengths_causal"), batch=(4,), t=200, s=230)
     case = with_heads(dataclasses.replace(case, n=4, k=2), 64)
-    schedule = Schedule.of(4 * 4 * 2, 1, alike=False)
-    assert schedule.tiles == schedule.most_rounds + 1 and schedule.programs == 2
+    schedule = Schedule.of(4 * 4 * 2, 1, uniform_cost=False)
+    assert schedule.tiles == schedule.most_tiles + 1 and schedule.thread_blocks == 2
     assert "query" in check(case, record_property)
 
 

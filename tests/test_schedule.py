@@ -1,4 +1,4 @@
-"""Which tiles the programs of a Mosaic GPU kernel go through."""
+"""Which tiles the thread blocks of a Mosaic GPU kernel go through."""
 
 import heapq
 
@@ -11,19 +11,19 @@ from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
-from pallas_kernels.mosaic_gpu.schedule import (
-    MOST_ROUNDS,
+from pallas_kernels.mosaic_gpu.tile_scheduler import (
+    MOST_TILES,
     Schedule,
     has,
-    has_last,
     has_next,
-    heads_together,
+    has_previous,
+    heads_per_wave,
 )
 
 
@@ -32,12 +32,12 @@ def _tiles(schedule: Schedule) -> list[np.ndarray]:
 
     Arrays have one size for most schedules, so that JAX compiles each operation once.
     """
-    programs = jnp.arange(-(-schedule.programs // 1024) * 1024)
-    r = jnp.arange(MOST_ROUNDS)
-    tiles, rounds = jax.vmap(
-        lambda p: (jax.vmap(lambda r: schedule.tile(p, r))(r), schedule.rounds(p))
+    programs = jnp.arange(-(-schedule.thread_blocks // 1024) * 1024)
+    r = jnp.arange(MOST_TILES)
+    tiles, slots = jax.vmap(
+        lambda p: (jax.vmap(lambda r: schedule.tile(p, r))(r), schedule.slots(p))
     )(programs)
-    own = np.array(has(rounds[:, None], r))[: schedule.programs]
+    own = np.array(has(slots[:, None], r))[: schedule.thread_blocks]
     return [x[y] for x, y in zip(np.array(tiles)[: len(own)], own, strict=True)]
 
 
@@ -47,20 +47,20 @@ def _tiles(schedule: Schedule) -> list[np.ndarray]:
 def test_schedule(heads, blocks, count):
     """Every tile once, and programs whose causal tiles sum to about as much."""
     tiles = heads * blocks
-    schedule = Schedule.of(tiles, count, alike=True)
-    assert schedule.together == min(tiles, count)
-    assert schedule.programs % schedule.together == 0
-    assert schedule.most_rounds <= MOST_ROUNDS
-    if tiles <= MOST_ROUNDS * count:
-        assert schedule.programs <= count
+    schedule = Schedule.of(tiles, count, uniform_cost=True)
+    assert schedule.resident == min(tiles, count)
+    assert schedule.thread_blocks % schedule.resident == 0
+    assert schedule.most_tiles <= MOST_TILES
+    if tiles <= MOST_TILES * count:
+        assert schedule.thread_blocks <= count
 
     dealt = _tiles(schedule)
     np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), range(tiles))
     lengths = blocks - np.arange(tiles) // heads  # the longest first
     all_sums = np.array([lengths[own].sum() for own in dealt])
-    for sums in all_sums.reshape(-1, schedule.together):  # those at the same time
+    for sums in all_sums.reshape(-1, schedule.resident):  # those at the same time
         assert sums.max() - sums.mean() <= blocks
-        if schedule.most_rounds >= 4:  # without the way back a third more than the mean
+        if schedule.most_tiles >= 4:  # without the way back a third more than the mean
             assert sums.max() <= 1.08 * sums.mean() + 1
 
 
@@ -68,9 +68,9 @@ def test_schedule(heads, blocks, count):
     ("heads", "rows", "together"), [(64, 64, 4), (128, 32, 8), (1024, 8, 64)]
 )
 def test_schedule_of_many_tiles(heads, rows, together):
-    """Multiprocessors are busy when there are more tiles than rounds have places."""
-    schedule = Schedule.of(heads * rows, 132, alike=True)
-    assert schedule.programs > schedule.together == 132
+    """Multiprocessors are busy when there are more tiles than slots."""
+    schedule = Schedule.of(heads * rows, 132, uniform_cost=True)
+    assert schedule.thread_blocks > schedule.resident == 132
     free = np.zeros(132)
     for own in _tiles(schedule):
         heads_before, block = np.divmod(own // together, rows)
@@ -81,59 +81,59 @@ def test_schedule_of_many_tiles(heads, rows, together):
 
 @pytest.mark.parametrize("tiles", [1, 132, 133, 1000, 31 * 132, 31 * 132 + 1, 9999])
 def test_schedule_of_unknown_work(tiles):
-    """Programs take tiles, of which there are never more than they have rounds for."""
-    schedule = Schedule.of(tiles, 132, alike=False)
-    assert schedule.dealt == (tiles <= 132)
-    assert schedule.programs % schedule.together == 0
-    assert schedule.programs <= max(132, tiles)
-    assert schedule.most_rounds <= MOST_ROUNDS
-    assert schedule.programs * schedule.most_rounds >= tiles
-    # Some programs go through more rounds than others. But none is there for nothing.
-    assert schedule.dealt or 26 * schedule.programs >= tiles
-    assert 26 * (schedule.programs - schedule.together) < tiles
+    """Thread blocks take tiles, of which there are never more than slots."""
+    schedule = Schedule.of(tiles, 132, uniform_cost=False)
+    assert schedule.is_static == (tiles <= 132)
+    assert schedule.thread_blocks % schedule.resident == 0
+    assert schedule.thread_blocks <= max(132, tiles)
+    assert schedule.most_tiles <= MOST_TILES
+    assert schedule.thread_blocks * schedule.most_tiles >= tiles
+    # Some thread blocks take more tiles than others. But none is there for nothing.
+    assert schedule.is_static or 26 * schedule.thread_blocks >= tiles
+    assert 26 * (schedule.thread_blocks - schedule.resident) < tiles
 
 
 @pytest.mark.parametrize("tiles", [2048, 3200, 3840, 4092, 8184])
 def test_programs_that_take_tiles_end_together(tiles):
-    """As if rounds had no end. Of causal documents, by a simulation.
+    """As if slots had no end. Of causal documents, by a simulation.
 
     A free multiprocessor takes the next tile: none is free while tiles are left, so
     that all end within the longest one.
     """
-    schedule, rng = Schedule.of(tiles, 132, alike=False), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
+    schedule = Schedule.of(tiles, 132, uniform_cost=False)
     lengths = rng.lognormal(1.5, 0.8, tiles).astype(int) + 1  # in tiles
     work = np.concatenate([1 + np.arange(n) for n in lengths])[:tiles]
-    taken, to_start = 0, schedule.programs
-    running = [
-        (0.0, 0)
-    ] * schedule.together  # free from when, with how many rounds left
+    taken, to_start = 0, schedule.thread_blocks
+    # Multiprocessors: free from when, and how many slots are left.
+    running = [(0.0, 0)] * schedule.resident
     ends = []
     while running:
-        time, rounds = heapq.heappop(running)
-        if not rounds and to_start:
-            to_start, rounds = to_start - 1, schedule.most_rounds
-        if rounds and taken < tiles:
-            heapq.heappush(running, (time + work[taken], rounds - 1))
+        time, slots = heapq.heappop(running)
+        if not slots and to_start:
+            to_start, slots = to_start - 1, schedule.most_tiles
+        if slots and taken < tiles:
+            heapq.heappush(running, (time + work[taken], slots - 1))
             taken += 1
         else:
             ends.append(time)
     assert taken == tiles
-    assert max(ends) <= work.sum() / schedule.together + work.max()
+    assert max(ends) <= work.sum() / schedule.resident + work.max()
 
 
-def test_sets_of_rounds():
-    rounds = (1 << MOST_ROUNDS) - 1 - 0b100
-    for r in range(MOST_ROUNDS):
-        assert has(rounds, r) == (r != 2)
-        assert has_next(rounds, r) == (r + 1 != 2 and r + 1 < MOST_ROUNDS)
-        assert has_last(np.int32(rounds), np.int32(r)) == (r - 1 != 2 and r > 0)
+def test_sets_of_slots():
+    slots = (1 << MOST_TILES) - 1 - 0b100
+    for r in range(MOST_TILES):
+        assert has(slots, r) == (r != 2)
+        assert has_next(slots, r) == (r + 1 != 2 and r + 1 < MOST_TILES)
+        assert has_previous(np.int32(slots), np.int32(r)) == (r - 1 != 2 and r > 0)
 
 
 FOUR = np.zeros(4, np.int32)
 
 
 @pytest.mark.parametrize(
-    ("masks", "offset", "sorted_"),
+    ("masks", "offset", "monotone"),
     [
         ((), None, True),
         ((Window(None, 0),), None, True),
@@ -144,9 +144,9 @@ FOUR = np.zeros(4, np.int32)
         ((SegmentIds(Named(FOUR, ("t",)), Named(FOUR, ("s",))),), None, False),
     ],
 )
-def test_rows_are_sorted(masks, offset, sorted_):
+def test_cost_is_monotone(masks, offset, monotone):
     spec = AttentionSpec(Score(1.0), masks, offset)
-    assert spec.rows_are_sorted == sorted_
+    assert spec.cost_is_monotone == monotone
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_rows_are_sorted(masks, offset, sorted_):
         (7, 3, 5, 1),
     ],
 )
-def test_heads_together(heads, blocks, programs, most):
+def test_heads_per_wave(heads, blocks, programs, most):
     """As many as the cache holds, but enough for all programs."""
-    found = heads_together(heads, blocks, programs, most)
+    found = heads_per_wave(heads, blocks, programs, most)
     assert heads % found == 0
     enough = found * blocks >= programs
     assert enough or found == heads

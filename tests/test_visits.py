@@ -22,9 +22,9 @@ from pallas_kernels import program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits, blocks_of_keys_met, size_of_counts
 from pallas_kernels.layout import Launch

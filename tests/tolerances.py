@@ -35,7 +35,14 @@ from tests.oracle import OPERANDS, Results, summed_to
 OUTPUT = (2.0, 2.0)
 GRADIENT = (3.0, 4.0)
 # The axis of heads of each result, from the last; those with fewer axes have none.
-HEADS = {"lse": -1, "bias": -3, "alibi_slopes": -1, "sinks": -1, "scale": None}
+HEADS = {
+    "lse": -1,
+    "bias": -3,
+    "alibi_slopes": -1,
+    "sinks": -1,
+    "gain": -1,
+    "scale": None,
+}
 
 
 def evaluate(arrays, cotangents, arguments, call: Callable = attention) -> Results:
@@ -107,7 +114,7 @@ def exact(arrays, cotangents, arguments) -> Results:
 def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     query, key, value = arrays
     do, dlse = cotangents
-    p, dz, distance = pairs
+    p, dz, distance, of_gain = pairs
     *batch, _, n, h = query.shape
     s, k = key.shape[-3:-1]
     # |dp| is about |do| |v| / sqrt(Hv).
@@ -148,6 +155,7 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
         "value": for_keys((p / kept) ** 2, do),
         "bias": squares,
         "alibi_slopes": (squares * distance**2).sum((-2, -1)),
+        "gain": (squares * of_gain**2).sum((-2, -1)),
         "sinks": (of_sink**2 * (delta**2 + dp**2)).swapaxes(-1, -2).sum(-1),
         "scale": (squares * products).sum(),
     }

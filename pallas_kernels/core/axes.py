@@ -10,7 +10,7 @@ The names of a single attention problem are
 | `k` | key/value heads; query head n reads key/value head n // (N // K) |
 | `h` | head size of query and key |
 | `d` | head size of value and output |
-| `i`, `j` | blocks of query rows and of key rows, in block tables (`core.mask`) |
+| `i`, `j` | blocks of query rows and of key rows, in block tables (`core.masks`) |
 | `y` | parts of the heads and batch entries that a program visits (`division`) |
 | `z` | parts of the blocks that it visits |
 | `w` | sums that a gradient is the sum of (`mosaic_gpu.backward`) |
@@ -262,3 +262,13 @@ class Heads:
         if "g" not in x.axes:
             return x
         return x.joined("k", "g").renamed("k", "n")
+
+    def result(self, x: Named, out: Named) -> jax.Array:
+        """The sum of `x`, with split heads, over the axes that a result lacks.
+
+        Args:
+          out: the result, or its shape struct; its axes and its dtype are those wanted.
+        """
+        axes = self.split_axes(out.axes)
+        merged = self.merge(Named(summed_to(x, axes), axes))
+        return merged.value.astype(out.dtype)

@@ -10,25 +10,28 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import Lengths
 from pallas_kernels.core.spec import AttentionSpec
 
 
 def padding(spec: AttentionSpec, x: Named) -> Named:
     """Rows of queries or of keys, with 0 in those beyond a length."""
-    name, side = ("t", "query") if "t" in x.axes else ("s", "key_value")
-    lengths = [getattr(a, side) for a in spec.masks if isinstance(a, Lengths)]
-    for limit in lengths:
-        if limit is not None:
-            axes = (*limit.squeezed().axes, name)
-            rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
-            x = _only(x, Named(rows.to(axes) < limit.to(axes), axes))
+    name, side = ("t", "query") if "t" in x.axes else ("s", "key")
+    for limit in spec.limits(side):
+        axes = (*limit.squeezed().axes, name)
+        rows = Named(jnp.arange(x.shape[x.axes.index(name)]), (name,))
+        x = _only(x, Named(rows.to(axes) < limit.to(axes), axes))
     return x
+
+
+def unread(spec: AttentionSpec, x: Named) -> Named:
+    """Rows of queries or keys, with 0 in padding and in keys that no query attends."""
+    x = padding(spec, x)
+    return dropped_keys(spec, x) if "s" in x.axes else x
 
 
 def dropped_keys(spec: AttentionSpec, x: Named) -> Named:
     """Rows of keys or values, with 0 in those of keys that a mask drops for all."""
-    keys = spec.kept_keys()
+    keys = spec.attended_keys(x.shape[x.axes.index("s")])
     return x if keys is None else _only(x, keys)
 
 
@@ -45,8 +48,8 @@ def masked_rows(
       lse: log-sum-exp over all keys: -inf in such rows.
       by_entry: whether nothing is multiplied for a batch entry without any keys.
     """
-    first = all(atom.keeps_first_key for atom in spec.masks)
-    first = first and spec.has_all_rows and spec.score.bias is None
+    first = spec.traits.keeps_first_key
+    first = first and spec.has_all_rows and not spec.score.may_mask
     if spec.rows_have_keys or (by_entry and first):
         return x
     return _only(x, Named(lse.value != -jnp.inf, lse.axes))

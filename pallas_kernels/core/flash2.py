@@ -22,7 +22,7 @@ where delta = rowsum(do * o) - dlse; dlse is the cotangent of lse, zero when onl
 output is used. Dropout multiplies p where it meets v, and dp, by 0 or a constant.
 
 Inside, exponents are of base 2: exp(s) = exp2(log2(e) * s), one multiplication that
-folds into the scale. A block of scores arrives as `Scores` (`core.score`). Everything
+folds into the scale. A block of scores arrives as `Scores` (`core.scores`). Everything
 here works on blocks in either orientation: [queries, keys], or [keys, queries] with row
 statistics laid out to match. Axes of batch and heads may stand before them. Rows of a
 head size that is no power of two may come in pieces, a tuple of blocks (`Block`).
@@ -57,10 +57,17 @@ class Scores(NamedTuple):
     x: jax.Array  # [rows, keys], -inf where masked
     unit: float  # positive
     row: jax.Array | None = None  # broadcasts against x, of size 1 along the keys
+    kept: tuple = ()  # what terms of the score need for cotangents (`core.scores`)
 
     @property
     def value(self) -> jax.Array:
         return self.unit * (self.x if self.row is None else self.x - self.row)
+
+    @property
+    def settled(self) -> Scores:
+        """The same with a unit of 1, without a row."""
+        x = self.x if self.row is None else self.x - self.row
+        return Scores(x if self.unit == 1.0 else x * self.unit, 1.0)
 
 
 class State(NamedTuple):
@@ -126,7 +133,7 @@ def update(
       The new running maximum [rows]; what l and acc so far are multiplied by [rows]; p,
       exp(score - maximum) [rows, keys].
     """
-    x, unit, row = scores
+    x, unit, row, _ = scores
     scale = unit * LOG2_E
     largest = jnp.max(x, axis=-1)
     here = (largest if row is None else largest - row[..., 0]) * scale
@@ -293,7 +300,7 @@ def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, jax.Arr
       scores: of all keys, without -inf and `row`.
       product: as for `step`.
     """
-    x, unit, _ = scores
+    x, unit, *_ = scores
     top = jnp.max(x, axis=-1, keepdims=True)
     p = jnp.exp((x - top) * unit)
     l = jnp.sum(p, axis=-1, keepdims=True)
@@ -361,7 +368,7 @@ def probabilities(
     Args:
       shift: of a row, broadcasts against the block.
     """
-    x, unit, row = scores
+    x, unit, row, _ = scores
     scale = unit * LOG2_E
     return arithmetic.exp2(x, scale, shift if row is None else shift + row * scale)
 

@@ -20,7 +20,8 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.flash2 import Block, Scores
-from pallas_kernels.core.score import Place
+from pallas_kernels.core.scores import PairPositions, Setting
+from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec
 
 
@@ -63,8 +64,8 @@ class Pairs:
         return self.arithmetic.along(x, self.order.index(name) - 2, self.shape)
 
     @functools.cached_property
-    def _place(self) -> Place | None:
-        if not self.spec.score.positional:
+    def place(self) -> PairPositions | None:
+        if not self.spec.score.is_positional:
             return None
         offset, queries, keys = self.spec.positions
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
@@ -75,7 +76,7 @@ class Pairs:
         between = queries.at(t_start) + offset - keys.at(s_start)
         between = jnp.asarray(between, jnp.float32)
         query = queries.after(t_start, query).astype(jnp.float32)
-        return Place(between + query, key, self.spec.keeps_past_only)
+        return PairPositions(between + query, key, self.spec.is_causal)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:
@@ -103,12 +104,12 @@ class Pairs:
 
     def scores_of(self, qk: jax.Array, dtype) -> Scores:
         """Scores of the products of queries and keys in `dtype`."""
-        score, tanh = self.spec.score, self.arithmetic.tanh
         # The two parts of a distance may be larger than it and round more: not far from
         # the diagonal, and not beside elements of two bytes.
         is_full = self.masked is False
-        apart = is_full and jnp.dtype(dtype).itemsize == 2
-        scores = score.apply(qk, self._place, tanh, apart=apart, nan_shows=is_full)
+        separable = is_full and jnp.dtype(dtype).itemsize == 2
+        setting = Setting(self.place, self.arithmetic.tanh, separable)
+        scores = self.spec.score.apply(qk, setting, nan_shows=is_full)
         if self.masked is False or not self.spec.masks:
             return scores
         if self.masked is True:
@@ -145,16 +146,6 @@ class Pairs:
         """Whether `Recomputed.p` has a sign where dropout drops it."""
         return self.arithmetic.drops_by_sign and self.spec.dropout is not None
 
-    def operand_gradient(self, name: str, dz: jax.Array, qk: jax.Array) -> jax.Array:
-        """What each pair adds to the gradient of a field of the score.
-
-        Args:
-          name: of the field.
-          dz: of `Recomputed.dz`.
-          qk: products of queries and keys.
-        """
-        return getattr(self.spec.score.operand_gradients(dz, qk, self._place), name)
-
 
 class Recomputed(NamedTuple):
     """What the backward pass makes again of a block: p, and from dp the gradient dz.
@@ -175,7 +166,11 @@ class Recomputed(NamedTuple):
         return self.pairs.drop(self.p)
 
     def dz(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
-        """The gradient before the soft cap, over `AttentionSpec.dropout_scale`.
+        """The gradient before the terms of the score, as `pull` makes it."""
+        return self.pull(dp, delta).dz
+
+    def pull(self, dp: jax.Array, delta: jax.Array) -> Pulled:
+        """The gradients of the scores, over `AttentionSpec.dropout_scale`.
 
         Args:
           dp: the product of do and v.
@@ -189,5 +184,6 @@ class Recomputed(NamedTuple):
                 dp = self.pairs.drop(dp)
             delta = delta * (1 / spec.dropout_scale)
         ds = flash2.score_gradient(p, dp, delta)
+        setting = Setting(self.pairs.place, self.pairs.arithmetic.tanh)
         masked = self.pairs.masked is not False
-        return spec.score.gradient(ds, self.scores.x, masked)
+        return spec.score.pull(ds, self.scores, setting, masked)

@@ -82,3 +82,6 @@ class Positions(NamedTuple):
     offset: Any = 0
     query: Numbering = ALL_ROWS
     key: Numbering = ALL_ROWS
+
+
+AT_THEIR_NUMBERS = Positions()

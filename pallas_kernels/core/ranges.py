@@ -42,7 +42,7 @@ def where(condition, count):
 class Range(NamedTuple):
     """Bounds `need_lo <= full_lo <= full_hi <= need_hi`, of rows or of blocks.
 
-    Outside `need` no pair is kept, inside `full` every pair is (`core.mask`).
+    Outside `need` no pair is kept, inside `full` every pair is (`core.masks`).
     """
 
     need_lo: Any

@@ -19,14 +19,9 @@ import jax.numpy as jnp
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.mask import (
-    Atom,
-    DataDependent,
-    DenseMask,
-    Lengths,
-    Window,
-    block_table,
-)
+from pallas_kernels.core.masks import Atom, Lengths, Tiling, Traits
+from pallas_kernels.core.masks.base import ALL, joined, without_rows
+from pallas_kernels.core.masks.relation import block_table
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
 from pallas_kernels.core.ranges import (
     Range,
@@ -36,7 +31,7 @@ from pallas_kernels.core.ranges import (
     minimum,
     where,
 )
-from pallas_kernels.core.score import Score
+from pallas_kernels.core.scores import Score
 
 
 @jax.tree_util.register_dataclass
@@ -95,9 +90,11 @@ class AttentionSpec:
         positions = Positions(self.offset, query, key)
         masks = tuple(atom.of_rows(positions, size) for atom in self.masks)
         spec = dataclasses.replace(self, masks=masks)
-        if self.dropout is None and not self.positional:
+        if self.dropout is None and not self.is_positional:
             return spec
-        if self.dropout is None and query.stripe is key.stripe is None:
+        absolute = self.score.is_absolute or self.traits.is_absolute
+        is_numbered = self.dropout is not None or absolute
+        if not is_numbered and query.stripe is key.stripe is None:
             # Only distances count.
             offset = _difference(self.offset, query.first, key.first)
             return dataclasses.replace(spec, offset=offset)
@@ -133,60 +130,25 @@ class AttentionSpec:
         return 1.0 if self.dropout is None else self.dropout.scale
 
     @property
-    def _windows(self) -> tuple[Window, ...]:
-        return tuple(atom for atom in self.masks if isinstance(atom, Window))
+    def traits(self) -> Traits:
+        """What is known of the masks, together, without data."""
+        return functools.reduce(operator.and_, (a.traits for a in self.masks), ALL)
 
     @property
-    def positional(self) -> bool:
+    def is_positional(self) -> bool:
         """Whether anything depends on where rows stand."""
-        return self.score.positional or any(atom.positional for atom in self.masks)
+        return self.score.is_positional or self.traits.is_positional
 
     @property
-    def later_rows_see_more(self) -> bool:
-        """Whether later query rows look at more keys."""
-        return any(atom.later_rows_see_more for atom in self.masks)
+    def is_causal(self) -> bool:
+        """Whether no query attends a key that stands after it."""
+        return self.traits.is_causal
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether most queries look at few of the keys, for all that is known."""
-        return any(atom.is_sparse for atom in self.masks)
-
-    @property
-    def keeps_past_only(self) -> bool:
-        """Whether no query looks at a key that stands after it."""
-        return any(w.right is not None and w.right <= 0 for w in self._windows)
-
-    @property
-    def peaks_inside(self) -> bool:
-        """Whether scores are highest amid the keys: ALiBi on both sides of a query.
-
-        Then those of the first blocks may lie far below those of others.
-        """
-        return self.score.slopes is not None and not self.keeps_past_only
-
-    @property
-    def is_windowed(self) -> bool:
-        """Whether queries look at no more than so many of the keys before them."""
-        return any(w.left is not None for w in self._windows)
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """How far before and after itself a query looks; None: at all keys there."""
-
-        def side(widths) -> int | None:
-            return min((max(w, 0) for w in widths if w is not None), default=None)
-
-        windows = self._windows
-        return side(w.left for w in windows), side(w.right for w in windows)
-
-    @property
-    def ends_by_length(self) -> bool:
-        """Whether key lengths, beside windows, are all that masks pairs."""
-        others = [atom for atom in self.masks if not isinstance(atom, Window)]
-        lengths = [
-            x for x in others if isinstance(x, Lengths) and x.key_value is not None
-        ]
-        return bool(others) and len(lengths) == len(others)
+    def maximum_may_grow(self) -> bool:
+        """Whether scores of a row's first blocks may lie far below those of others."""
+        terms = self.score.terms
+        return any(x.traits.maximum_may_grow for x in terms) and not self.is_causal
 
     @property
     def has_all_rows(self) -> bool:
@@ -195,30 +157,35 @@ class AttentionSpec:
         begins = all(x.first is None and x.stripe is None for x in rows)
         return begins and self.offset is None
 
+    @property
+    def cost_is_monotone(self) -> bool:
+        """Whether query rows are known to attend equally many keys, or later ones more.
+
+        Of all batch entries alike (fields hold `Named`).
+        """
+        starts = () if self.offset is None else self.offset.squeezed().axes
+        return self.traits.cost_is_monotone and not starts
+
     def mean_keys(self, kv_size: int) -> int:
-        """About how many keys a query looks at, as far as is known without data.
+        """About how many keys a query attends, as far as is known without data.
 
         That is with as many queries as keys, from the same position on.
         """
-
-        def side(width: int | None) -> float:
-            width = kv_size if width is None else min(width, kv_size)
-            return width - width * width / (2 * max(kv_size, 1))
-
-        means = (side(w.left) + side(w.right) for w in self._windows)
+        means = (atom.mean_keys(kv_size) for atom in self.masks)
         return round(max(0, min(means, default=kv_size)))
 
     def with_known_rows(self, q_size: int, kv_size: int) -> AttentionSpec:
         """The spec of all rows, which says whether each has a key."""
-        own = all(atom.keeps_own_key for atom in self.masks)
-        first = all(atom.keeps_first_key for atom in self.masks)
-        known = own and (q_size <= kv_size or first)
-        known = known and self.offset is None and self.score.bias is None
+        traits = self.traits
+        known = traits.keeps_own_key
+        known = known and (q_size <= kv_size or traits.keeps_first_key)
+        known = known and self.offset is None and not self.score.may_mask
         return dataclasses.replace(self, rows_have_keys=known)
 
     def only_positions(self) -> AttentionSpec:
         """For a block of which every pair is kept: without the masks' data."""
-        return dataclasses.replace(self, masks=self._windows)
+        masks = tuple(atom for atom in self.masks if not jax.tree.leaves(atom))
+        return dataclasses.replace(self, masks=masks)
 
     def query_numbers(self, rows: Any) -> Any:
         """Which rows of the caller these are: themselves, but for `repeat`."""
@@ -245,15 +212,16 @@ class AttentionSpec:
 
     def kv_limit(self, size: int):
         """Key rows at or beyond this are padding: their values must not be touched."""
-        return self._limit("key_value", size)
+        return functools.reduce(minimum, self.limits("key"), size)
 
     def q_limit(self, size: int):
-        return self._limit("query", size, self.repeat)
-
-    def _limit(self, side: str, size: int, repeat: int = 1):
-        lengths = [getattr(a, side) for a in self.masks if isinstance(a, Lengths)]
-        limits = [n if repeat == 1 else n * repeat for n in lengths if n is not None]
+        limits, repeat = self.limits("query"), self.repeat
+        limits = limits if repeat == 1 else [n * repeat for n in limits]
         return functools.reduce(minimum, limits, size)
+
+    def limits(self, side: str) -> list:
+        """Those of the rows of "query" or "key" (`masks.base.Limits`)."""
+        return [n for atom in self.masks for n in getattr(atom.limits, side)]
 
     def with_end(self, kv_size: int) -> AttentionSpec:
         """Also masks key rows beyond the array, for a last block that overhangs it."""
@@ -261,10 +229,10 @@ class AttentionSpec:
         return dataclasses.replace(self, masks=(*self.masks, end))
 
     def for_ranges(self) -> AttentionSpec:
-        """What block ranges depend on, and nothing else."""
+        """What block ranges depend on, and nothing else (fields hold `Named`)."""
         return AttentionSpec(
             Score(1.0),
-            tuple(a for a in self.masks if not isinstance(a, DataDependent)),
+            tuple(without_rows(atom) for atom in self.masks if atom.has_ranges),
             self.offset,
             table=self.table,
             repeat=self.repeat,
@@ -285,17 +253,31 @@ class AttentionSpec:
     def _blocks(self, method, lo, hi, size: int, block: int) -> Range:
         rows = everything(0, size)
         for atom in self.masks:
-            if not isinstance(atom, DataDependent):
+            if atom.has_ranges:
                 rows = rows & getattr(atom, method)(lo, hi, self.positions, size)
         blocks = rows.blocks(block, size)
         return blocks if self.table is None else blocks & self.table
 
+    @property
+    def _without_limits(self) -> list[Atom]:
+        """The atoms whose ranges are not those of their limits."""
+        return [atom for atom in self.masks if not any(atom.limits)]
+
+    @property
+    def meets_exactly(self) -> bool:
+        """Whether a block of queries meets a block of keys if and only if it is met.
+
+        Ranges to visit do not promise that, and those of two atoms may meet where no
+        pair is kept. Where it does not hold, `core.visits` counts what meets.
+        """
+        exact = all(atom.ranges_are_exact for atom in self.masks)
+        return exact and len(self._without_limits) <= 1
+
     def query_blocks_met(self, kv_lo, kv_hi, q_size: int, block_q: int):
         """First and end of the query blocks that the key rows [kv_lo, kv_hi) meet.
 
-        Windows and lengths say so, and exactly: a block of queries meets a block of
-        keys if and only if it is met by it, which ranges to visit do not promise. For
-        kernels whose programs wait for those that meet the same queries before them.
+        For specs of `meets_exactly`, and for kernels whose programs wait for those that
+        meet the same queries before them.
         """
         first, end = self._met("q_range", kv_lo, kv_hi, q_size, block_q)
         last = divide(self.q_limit(q_size) + block_q - 1, block_q)
@@ -314,7 +296,7 @@ class AttentionSpec:
 
     def _met(self, method, lo, hi, size: int, block: int):
         rows = everything(0, size)
-        for atom in self._windows:
+        for atom in self._without_limits:
             rows = rows & getattr(atom, method)(lo, hi, self.positions, size)
         start, end = maximum(rows.need_lo, 0), maximum(minimum(rows.need_hi, size), 0)
         first = divide(start, block)
@@ -339,10 +321,11 @@ class AttentionSpec:
           q_size, kv_size: rows.
           over: axes whose elements get one table, of what any of them looks at.
         """
+        tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions)
         relations = [
-            atom.block_relation(block_q, block_kv).over(over)
+            atom.block_relation(tiling).over(over)
             for atom in self.masks
-            if isinstance(atom, DataDependent)
+            if not atom.has_ranges
         ]
         if not relations:
             return self
@@ -350,59 +333,36 @@ class AttentionSpec:
         table = block_table(relations, looped, blocks)
         return dataclasses.replace(self, table=table)
 
-    def kept_keys(self) -> Named | None:
-        """Which keys some query keeps, by masks that drop some (`Named` fields)."""
-        kept = [a.kept_keys() for a in self.masks if isinstance(a, DenseMask)]
-        if not kept:
-            return None
-        axes = tuple(dict.fromkeys(a for x in kept for a in x.axes))
-        return Named(functools.reduce(operator.and_, (x.to(axes) for x in kept)), axes)
+    def attended_keys(self, kv_size: int) -> Named | None:
+        """Which keys some query may attend; None for all (`Named` fields).
 
-    @property
-    def is_data_dependent(self) -> bool:
-        """Whether arrays say which blocks may be skipped (`with_table`)."""
-        return any(isinstance(atom, DataDependent) for atom in self.masks)
-
-    @property
-    def rows_are_sorted(self) -> bool:
-        """Whether query rows are known to look at equally many keys, or later at more.
-
-        Of all batch entries alike (fields hold `Named`).
+        The others may hold NaN and meet no product; see `limits` for padding.
         """
-        by_data = any(isinstance(atom, DataDependent | Lengths) for atom in self.masks)
-        starts = () if self.offset is None else self.offset.squeezed().axes
-        known = self.later_rows_see_more or not self._windows
-        return known and not by_data and not starts
-
-    @property
-    def has_bias_of_pairs(self) -> bool:
-        """Whether each pair has a number of its own (fields have names of axes)."""
-        bias = self.score.bias
-        return bias is not None and {"t", "s"} <= set(bias.axes)
+        found = (atom.attended_keys(self.positions, kv_size) for atom in self.masks)
+        return joined(operator.and_, [x for x in found if x is not None])
 
     @property
     def has_mask_of_pairs(self) -> bool:
         """Whether a mask may drop some pairs of every block (`Named` fields)."""
-        dense = (atom for atom in self.masks if isinstance(atom, DenseMask))
-        return any({"t", "s"} <= set(atom.mask.axes) for atom in dense)
+        return any({"t", "s"} <= set(x.axes) for x in jax.tree.leaves(self.masks))
 
+    @property
     def drops_pairs(self) -> bool:
-        """Whether a mask may drop a key for one query and keep it for another."""
-        masks = (a.mask.squeezed() for a in self.masks if isinstance(a, DenseMask))
-        return any("t" in mask.axes for mask in masks)
+        """Whether an array may drop a key for one query and keep it for another."""
+        arrays = (x.squeezed() for x in jax.tree.leaves(self.masks))
+        return any("t" in x.axes and x.dtype == jnp.bool_ for x in arrays)
 
     @property
     def drops_keys(self) -> bool:
-        """Whether kernels know of keys that no query looks at (`with_keys`)."""
-        lengths = (atom for atom in self.masks if isinstance(atom, Lengths))
-        return self.keys is not None or any(x.key_value is not None for x in lengths)
+        """Whether kernels know of keys that no query attends (`with_keys`)."""
+        return self.keys is not None or bool(self.limits("key"))
 
-    def with_keys(self) -> AttentionSpec:
-        """Adds the keys that some query keeps (fields hold `Named`), for kernels.
+    def with_keys(self, kv_size: int) -> AttentionSpec:
+        """Adds the keys that some query attends (fields hold `Named`), for kernels.
 
         Where all keys are alike, no block of those that are dropped is visited.
         """
-        keys = self.kept_keys()
+        keys = self.attended_keys(kv_size)
         if keys is None or "s" not in keys.axes:
             return self
         return dataclasses.replace(self, keys=keys)

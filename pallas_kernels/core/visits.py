@@ -2,9 +2,9 @@
 
 For kernels whose programs own blocks of keys and add to the blocks of queries that they
 visit: a program waits until those before it have added to the same one, so that sums
-have one order. Of windows and lengths the number of these follows from where a block
-lies (`AttentionSpec.key_blocks_met`). Of data it is counted here, from the very ranges
-that programs then visit.
+have one order. Where a block lies may tell how many these are
+(`AttentionSpec.meets_exactly`). Else they are counted here, from the very ranges that
+programs then visit.
 """
 
 from __future__ import annotations

@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, passes
-from pallas_kernels.backend import Call
+from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2
-from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes
+from pallas_kernels.core.axes import Named, batch_axes, operand_sum
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support, tuning
+from pallas_kernels.mosaic_gpu import (
+    dropout,
+    forward_plan,
+    memory,
+    pairwise,
+    support,
+    tuning,
+)
 from pallas_kernels.mosaic_gpu.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.dbias import dbias as dbias_kernel
 from pallas_kernels.mosaic_gpu.dbias import layout_of as layout_of_dbias
@@ -38,8 +45,35 @@ _ARITHMETIC = dataclasses.replace(
 lowering_context = support.lowering_context
 
 
-def unsupported(call: Call, /) -> str | None:
-    """Why this backend cannot serve a call here and now, or None."""
+@dataclasses.dataclass(frozen=True)
+class _Plan(Plan):
+    """Of a pass.
+
+    Attributes:
+      launch: blocks and the rest of its kernel.
+      slower: why the next backend is faster, or None.
+      words: how the work is divided.
+    """
+
+    launch: Launch
+    slower: str | None = None
+    words: tuple[str, ...] = ()
+
+
+def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
+    """The plan of a pass (`backend.Backend`)."""
+    why_not = _unsupported(call)
+    if why_not is not None:
+        return Declined(why_not)
+    return {
+        "forward": _forward_plan,
+        "backward": _backward_plan,
+        "operand_gradients": _operand_plan,
+    }[pass_](call)
+
+
+def _unsupported(call: Call) -> str | None:
+    """Why this backend has no kernels for a call here and now, or None."""
     if call.interpret:
         return "its kernels are not interpreted"
     if device.capability() != 90:
@@ -51,25 +85,57 @@ def unsupported(call: Call, /) -> str | None:
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
+    return None
+
+
+def _forward_plan(call: Call) -> Plan | Declined:
     spec, config = call.spec, call.config
     if config is not None and config.splits not in (None, 1):
-        return f"Config(splits={config.splits}): the forward's programs are not divided"
+        return Declined(
+            f"Config(splits={config.splits}): the forward's programs are not divided"
+        )
     blocks = _blocks(call)
     if odd := spec.odd_stripe(t=tuning.ROWS, s=blocks.block_kv):
-        return f"blocks would lie in several stripes of {odd} rows"
-    return tuning.unfit(blocks, _heads(call), 4 if spec.is_part else 2)
+        return Declined(f"blocks would lie in several stripes of {odd} rows")
+    output_dtype = jnp.float32 if spec.is_part else call.dtype
+    why_not = forward_plan.unfit(blocks, _heads(call), output_dtype)
+    if why_not is not None:
+        return Declined(why_not)
+    slower = None
+    if config is None or config.forward is None:
+        copied = memory.copies_operands(call.size)
+        slower = tuning.slower(call, _programs(call), copied)
+    return _Plan(_launch(blocks, call.precision, splits=1), slower)
 
 
-def slower(call: Call, /) -> str | None:
-    """Why the next backend is faster for a call that this one serves, or None."""
-    if call.config is not None and call.config.forward is not None:
-        return None
-    return tuning.slower(call, _programs(call), memory.copies_operands(call.size))
+def _backward_plan(call: Call) -> Plan | Declined:
+    config, launch = call.config, _backward_launch(call)
+    if config is not None and (config.dkv or config.dk or config.dv or config.dq):
+        return Declined("the blocks of `Config` are those of its kernels")
+    if launch is None:
+        why_not = f"there is no kernel for gradients of head sizes {call.head_sizes}"
+        return Declined(why_not)
+    layout = memory.Layout.of("dkv", call.operands, launch)
+    programs = layout.tiles / device.multiprocessors()
+    why_not = tuning.no_backward(call, layout.rows, programs)
+    if why_not is not None:
+        return Declined(why_not)
+    divided = filter(None, [words("dkv", layout.parts)])
+    return _Plan(launch, tuning.slower_backward(call), tuple(divided))
 
 
-def slower_backward(call: Call, /) -> str | None:
-    """Why the other backend makes the gradients faster, or None."""
-    return tuning.slower_backward(call)
+def _operand_plan(call: Call) -> Plan | Declined:
+    why_not = tuning.no_dbias(call)
+    if why_not is not None:
+        return Declined(why_not)
+    splits = None if call.config is None else call.config.splits
+    blocks = tuning.of_dbias(call.size)
+    assert blocks is not None  # else `tuning.no_dbias`
+    launch = _launch(blocks, call.precision, splits)
+    (operand,) = call.spec.score.operands.values()
+    _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
+    tiles = layout_of_dbias(call.operands, launch, looped)
+    return _Plan(launch, words=tuple(filter(None, [words("dbias", tiles.parts)])))
 
 
 def _heads(call: Call) -> tuple[int, int]:
@@ -91,51 +157,18 @@ def _programs(call: Call) -> float:
     return blocks * math.prod(others) / device.multiprocessors()
 
 
-def division(call: Call, /) -> tuple[str, ...]:
-    """How the work of the backward kernel is divided, in words, where it is."""
-    layout = _backward_layout(call)
-    if layout is None or other_backward(call):
-        return ()
-    found = [words("dkv", layout.parts)]
-    if call.spec.score.operands and not other_score_gradients(call):
-        _, looped = operand_sum(
-            call.spec.score.bias, passes.axes_of_elements(call.operands)
-        )
-        tiles = layout_of_dbias(call.operands, _dbias_launch(call), looped)
-        found.append(words("dbias", tiles.parts))
-    return tuple(filter(None, found))
-
-
-def forward(q, k, v, spec, outputs, *, config, precision):
+def forward(plan: _Plan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
-    blocks = _blocks(Call(q, k, v, spec, config, precision))
-    spec = pairwise.in_words(spec, "s").with_keys()
-    spec = _with_table(spec, blocks, sizes([q, k]))
-    launch = _launch(blocks, precision, splits=1)
-    return forward_kernel(q, k, v, spec, outputs, launch=launch)
+    spec = pairwise.in_words(call.spec, "s").with_keys(call.size["s"])
+    spec = _with_table(spec, plan.launch.blocks, call.size)
+    operands = call.query, call.key, call.value, spec
+    return forward_kernel(*operands, outputs, launch=plan.launch)
 
 
 def _with_table(spec, blocks: Blocks, size):
     """The spec with what says which blocks of keys those of queries meet."""
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     return spec.with_table("s", *rows)
-
-
-def other_backward(call: Call, /) -> str | None:
-    """Why another backend makes the gradients of a call that this one serves."""
-    config = call.config
-    if config is not None and (config.dkv or config.dk or config.dv or config.dq):
-        return "the blocks of `Config` are those of its kernels"
-    layout = _backward_layout(call)
-    if layout is None:
-        return f"there is no kernel for gradients of head sizes {call.head_sizes}"
-    programs = layout.tiles / device.multiprocessors()
-    return tuning.no_backward(call, layout.rows, programs)
-
-
-def other_score_gradients(call: Call, /) -> str | None:
-    """Why another backend makes the gradients of the score's operands."""
-    return tuning.no_dbias(call)
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
@@ -152,20 +185,6 @@ def _backward_launch(call: Call) -> Launch | None:
     return None if blocks is None else _launch(blocks, call.precision, splits)
 
 
-def _dbias_launch(call: Call) -> Launch:
-    splits = None if call.config is None else call.config.splits
-    blocks = tuning.of_dbias(call.size)
-    assert blocks is not None  # else `other_score_gradients`
-    return _launch(blocks, call.precision, splits)
-
-
-def _backward_layout(call: Call) -> memory.Layout | None:
-    launch = _backward_launch(call)
-    if launch is None:
-        return None
-    return memory.Layout.of("dkv", call.operands, launch)
-
-
 def _unit(spec, axes):
     """`AttentionSpec.gradient_unit` against an array with these axes."""
     score = spec.score
@@ -176,45 +195,48 @@ def _unit(spec, axes):
 
 def _of_bias(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
     """Runs the kernel for the gradient of a bias (`passes.score_operand`)."""
-    assert kernel == "dbias" and looped == "s" and options.pop("field") == "bias"
+    assert kernel == "dbias" and looped == "s"
+    options.pop("field")  # it is the only one
     spec = _with_table(pairwise.in_words(spec, "s"), launch.blocks, size)
     return dbias_kernel(q, k, v, spec, saved, *outputs, launch=launch, **options)
 
 
-def backward(q, k, v, spec, saved, outputs, *, config, precision):
-    """Gradients of q, k, v, of a bias of pairs and of sinks (`backend.Backend`)."""
-    sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
+def backward(plans, call: Call, saved, wanted):
+    """Gradients (`backend.Backend`)."""
+    sink, spec = call.spec.sink, dataclasses.replace(call.spec, sink=None)
+    q, k, v = call.query, call.key, call.value
     transposed = pairwise.in_words(spec, "t")
     o, lse, do, dlse = saved
     q, do = (clear.masked_rows(spec, clear.padding(spec, x), lse) for x in (q, do))
     cleared = [clear.dropped_keys(transposed, clear.padding(spec, x)) for x in (k, v)]
-    delta = passes.delta(o, lse, do, dlse)
+    delta = passes.delta_of(o, lse, do, dlse)
     # With a bias, rows of zeros beyond the array have scores of any size.
     padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)
-    of_q, of_k, of_v, *rest = outputs
-    call = Call(q, k, v, spec, config, precision)
-    launch = _backward_launch(call)
-    assert launch is not None  # else `other_backward`
-    rows = padded, delta, do
-    if tuning.makes_dq_apart(call.size):
-        of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART, splits=1)
-        tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
-        dq = dq_kernel(q, *cleared, tabled, rows, of_q, launch=of_dq)
-        outputs = of_k, of_v
-        of_keys = dkv_kernel(q, *cleared, transposed, rows, outputs, launch=launch)
-        gradients = [dq, *of_keys]
-    else:
-        wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
-        outputs = wide, of_k, of_v
-        keyed = transposed.with_keys()
-        dq, *of_keys = backward_kernel(q, k, v, keyed, rows, outputs, launch=launch)
-        axes = [None if a == "h" else a for a in of_q.axes]
-        dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
-        gradients = [dq.astype(of_q.dtype), *of_keys]
-    if len(rest) > (sink is not None):
-        of_bias = functools.partial(_of_bias, _dbias_launch(call), call.size)
-        bias = passes.score_operand(of_bias, q, *cleared, spec, rows, rest[0], "bias")
-        gradients.append(bias)
-    if sink is not None:
-        gradients.append(passes.of_sink(sink, lse, delta, rest[-1]))
+    rows, gradients = (padded, delta, do), {}
+    if "backward" in plans:
+        of_q, of_k, of_v = (wanted[name] for name in ("query", "key", "value"))
+        launch = plans["backward"].launch
+        if tuning.makes_dq_apart(call.size):
+            of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART, splits=1)
+            tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
+            dq = dq_kernel(q, *cleared, tabled, rows, of_q, launch=of_dq)
+            outputs = of_k, of_v
+            dk, dv = dkv_kernel(q, *cleared, transposed, rows, outputs, launch=launch)
+        else:
+            wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
+            keyed = transposed.with_keys(call.size["s"])
+            outputs = wide, of_k, of_v
+            dq, dk, dv = backward_kernel(q, k, v, keyed, rows, outputs, launch=launch)
+            axes = [None if a == "h" else a for a in of_q.axes]
+            dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
+            dq = dq.astype(of_q.dtype)
+        gradients = {"query": dq, "key": dk, "value": dv}
+    if "operand_gradients" in plans:
+        (name,) = spec.score.operands
+        launch = plans["operand_gradients"].launch
+        of_bias = functools.partial(_of_bias, launch, call.size)
+        operands = q, *cleared, spec, rows, wanted[name], name
+        gradients[name] = passes.score_operand(of_bias, *operands)
+    if "sink" in wanted:
+        gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])
     return gradients

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows, load_tree
-from pallas_kernels.mosaic_gpu import dropped, early, gradients, support
+from pallas_kernels.mosaic_gpu import clear_keys, gradients, prefetch, support
 from pallas_kernels.mosaic_gpu.backward_plan import Program
 from pallas_kernels.mosaic_gpu.gradients import F32
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -53,7 +53,7 @@ class Consumer(gradients.Consumer):
 
         They are addressed anew for every work tile `number`.
         """
-        first, shared = support.as_if_varying(0, number), self.shared
+        first, shared = support.keep_in_loop(0, number), self.shared
         k_block = shared.k.at[first]
         return k_block, k_block.at[self.rows], shared.v.at[first, self.rows]
 
@@ -70,7 +70,7 @@ class Consumer(gradients.Consumer):
         """What each pair of a work tile has in global memory, where registers do."""
         if not self.plan.pipelines_scores:
             return []
-        return early.fetch(self.spec, ("s", "t"), self.place(number))
+        return prefetch.fetch(self.spec, ("s", "t"), self.place(number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class WorkTile:
             do=pipeline.tile("do", number),
             dz=program.dz(number),
             dq_stage=program.dq_stage(number),
-            spec=early.with_fetched(spec, prefetched) if prefetched else spec,
+            spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
             where=where,
             masked=masked,
             has_next=number + 1 < tiles.count,
@@ -135,9 +135,9 @@ def compute(program: Program) -> None:
     plgpu.barrier_wait(shared.keys_loaded)
     if plan.drops_keys:
         size, kept = plan.layout.size["s"], program.inputs.spec.keys
-        attended = dropped.looked_at(program.spec, kept, consumer.where, size)
+        attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
         for tile in (shared.k, shared.v):
-            dropped.clear(tile.at[0, consumer.rows], attended)
+            clear_keys.clear(tile.at[0, consumer.rows], attended)
     accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
@@ -150,7 +150,7 @@ def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
     These are `AttentionSpec.gradient_unit` and `dropout_scale`.
     """
     count = consumer.program.tiles.count
-    first, end = jnp.int32(0), support.unknown(count)
+    first, end = jnp.int32(0), support.opaque(count)
 
     @pl.when(count > 0)
     def _():

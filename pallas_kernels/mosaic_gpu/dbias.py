@@ -29,7 +29,7 @@ from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import early, gradients, memory, pairwise, support
+from pallas_kernels.mosaic_gpu import gradients, memory, pairwise, prefetch, support
 from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
 from pallas_kernels.mosaic_gpu.ring import Ring
 from pallas_kernels.mosaic_gpu.tuning import ROWS
@@ -70,7 +70,7 @@ def dbias(
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
     layout = layout_of(inputs.and_outputs([output]), launch, summed)
-    bias = [x.dtype for x in early.by_tiles(spec)]
+    bias = [x.dtype for x in prefetch.pair_values(spec)]
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
         _kernel,
@@ -226,11 +226,11 @@ class Consumer(gradients.Consumer):
         me, shared, spec = program.warpgroup, program.shared, program.spec
         rows = pl.ds(me * ROWS, ROWS)
         where = program.with_rows({**program.where, **program.of_keys}, me * ROWS, ROWS)
-        for view in early.by_tiles(spec)[: len(program.plan.bias)]:
+        for view in prefetch.pair_values(spec)[: len(program.plan.bias)]:
             tile, loaded = shared.bias.at[me], shared.bias_loaded.at[me]
             plgpu.copy_gmem_to_smem(view.at(where), tile, loaded)
             plgpu.barrier_wait(loaded)
-            spec = early.in_tile(spec, tile)
+            spec = prefetch.with_pair_tile(spec, tile)
         return cls(program, rows, where, spec)
 
     def issue(self, accumulator, i) -> None:
@@ -241,7 +241,7 @@ class Consumer(gradients.Consumer):
         shared, pipeline = self.shared, self.shared.pipeline
         pipeline.wait("rows", i)
         # Addressed anew in every step of the loop.
-        slot = support.as_if_varying(pipeline.slot(i), i)
+        slot = support.keep_in_loop(pipeline.slot(i), i)
         rows, keys = shared.rows.at[slot, self.rows], pipeline.tile("keys", i)
         plgpu.wgmma(accumulator, rows, support.transposed(keys))
 
@@ -293,7 +293,7 @@ def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
         again = gradients.recompute_rows(plan, spec, where, masked, qk, lse)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         pipeline.release("rows", i + 1)
-        dz = again.dz(dp, again.pairs.along(delta, "t"))
-        return total + again.pairs.operand_gradient("bias", dz, qk)
+        pulled = again.pull(dp, again.pairs.along(delta, "t"))
+        return total + pulled.operand("bias", qk)
 
     return pl.run_scoped(gradient, plan.accumulator, plan.accumulator)

@@ -183,7 +183,7 @@ class Consumer(gradients.Consumer):
     @classmethod
     def start(cls, program: Program) -> Consumer:
         spec = load_tree(program.spec, ("s", "t"), program.block)
-        count, halves = support.unknown(program.tiles.count), program.plan.halves
+        count, halves = support.opaque(program.tiles.count), program.plan.halves
         columns = {x: pl.ds(program.warpgroup * n, n) for x, n in halves.items()}
         return cls(program, spec, count, columns)
 
@@ -213,7 +213,7 @@ def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
 
     @pl.loop(0, consumer.count)
     def _(tile):
-        _visit(consumer, dk_acc, dv_acc, support.unknown(tile))
+        _visit(consumer, dk_acc, dv_acc, support.opaque(tile))
 
     return dk_acc[...], dv_acc[...]
 
@@ -298,7 +298,7 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
 
 def _in_loop(tiles, i):
     """The one tile that there is, addressed anew in every step i of a loop."""
-    return tiles.at[support.as_if_varying(0, i)]
+    return tiles.at[support.keep_in_loop(0, i)]
 
 
 def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:

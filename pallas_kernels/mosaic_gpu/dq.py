@@ -57,7 +57,7 @@ def dq(
       output: shape struct of dq.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    operands, by_block = inputs.and_outputs([output]), spec.later_rows_see_more
+    operands, by_block = inputs.and_outputs([output]), spec.traits.cost_grows
     layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(
@@ -180,7 +180,7 @@ class Consumer(gradients.Consumer):
 
     def tile(self, tiles, i):
         """Its tile of q or do, addressed anew in every step i of a loop."""
-        return tiles.at[support.as_if_varying(self.program.warpgroup, i)]
+        return tiles.at[support.keep_in_loop(self.program.warpgroup, i)]
 
     def issue_scores(self, qk_acc, i) -> None:
         """The product of its queries and the i-th block of keys."""
@@ -216,7 +216,7 @@ def _compute(program: Program) -> None:
 def _walk(consumer: Consumer, dq_acc) -> jax.Array:
     """The sum of dz k over all blocks of keys."""
     count, keys = consumer.program.count, consumer.shared.keys
-    first, end = jnp.int32(0), support.unknown(count)
+    first, end = jnp.int32(0), support.opaque(count)
 
     @pl.when(count > 0)
     def _():
@@ -240,7 +240,7 @@ def _visit(consumer: Consumer, dq_acc, i, qk: jax.Array) -> jax.Array:
       qk: the scores' products, which the last step made.
     """
     program, keys = consumer.program, consumer.shared.keys
-    i = support.unknown(i)
+    i = support.opaque(i)
     has_next, next_i = i + 1 < program.count, minimum(i + 1, program.count - 1)
     needed = program.needed
     masked = needed.in_order(i)[0] if gradients.has_edges(needed) else False

@@ -22,7 +22,7 @@ from pallas_kernels import device, layout
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import pairwise, support
-from pallas_kernels.mosaic_gpu.schedule import heads_together
+from pallas_kernels.mosaic_gpu.tile_scheduler import heads_per_wave
 
 _HEADS = ("h", "d")
 # Bytes of keys and values that the GPU's cache holds beside all else: a third of an
@@ -179,10 +179,10 @@ class Layout(layout.Layout):
             parts = math.prod(self.parts.values())
             rows = self.group * self.size["t"]
             most = _CACHED_SUMS // (rows * (6 * self.size["h"] + 2 * self.size["d"]))
-            return heads_together(heads, blocks * parts, int(_IN_TURN * programs), most)
+            return heads_per_wave(heads, blocks * parts, int(_IN_TURN * programs), most)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
         cached = max(_CACHED // (2 * elements), 1) * self.group
-        return heads_together(heads, blocks, programs, cached)
+        return heads_per_wave(heads, blocks, programs, cached)
 
     @property
     def tiles(self) -> int:
@@ -367,7 +367,8 @@ def call(
       inputs: a tree of `Named` arrays.
       outputs: shape structs.
       block: of every `View`.
-      scratch: a tree of shared memory and barriers.
+      scratch: a tree of shared memory and barriers (`shared_memory`). The kernel gets
+        the same tree of Refs; of a dict, as `support.by_name` says.
       warpgroups: of a program.
       name: of the kernel in profiles.
       tiles: widths of those of heads.
@@ -387,8 +388,12 @@ def call(
         nothing = lax.shift_right_logical(lax.axis_index("program"), jnp.int32(31))
         arrays = zip(refs, axes, boolean, strict=False)
         views = [View(ref, a, block, nothing, b) for ref, a, b in arrays]
-        own = shared_tree.unflatten(refs[len(axes) :])
-        own = support.by_name(own, scratch)
+        forms = zip(shared, refs[len(axes) :], strict=True)
+        own = shared_tree.unflatten(
+            tuple(ref) if isinstance(x, plgpu.RefUnion) else ref for x, ref in forms
+        )
+        if isinstance(scratch, Mapping):
+            own = support.by_name(own, scratch)
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 
     body.__name__ = body.__qualname__ = name

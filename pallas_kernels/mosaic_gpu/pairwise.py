@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.mask import DenseMask, Relation
+from pallas_kernels.core.masks import DenseMask, Relation, Tiling
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import support
 
@@ -88,10 +88,10 @@ class PackedMask(DenseMask):
     They are an eighth of its bytes, and it may be asked three times for each kernel.
     """
 
-    def kept_keys(self) -> Named:
+    def attended_keys(self, positions, kv_size: int) -> Named:
         words = self.mask.words
         if self.mask.columns == "t":
-            return DenseMask(words).kept_keys()
+            return DenseMask(words).attended_keys(positions, kv_size)
         lost = tuple(i for i, name in enumerate(words.axes) if name in ("n", "t"))
         names = tuple(a for a in words.axes if a not in ("n", "t"))
         axes = (*(a for a in names if a != "s"), "s")
@@ -102,13 +102,14 @@ class PackedMask(DenseMask):
         kept = bits.reshape(*any_of.shape[:-1], -1)[..., : self.mask.size] == 1
         return Named(kept, axes)
 
-    def block_relation(self, block_q: int, block_kv: int) -> Relation:
-        blocks = {"t": block_q, "s": block_kv}
-        blocks[self.mask.columns] //= BITS
+    def block_relation(self, tiling: Tiling) -> Relation:
+        name = "block_q" if self.mask.columns == "t" else "block_kv"
+        rows = getattr(tiling, name) // BITS
+        tiling = dataclasses.replace(tiling, **{name: rows})
         words = self.mask.words
         full = Named(words.value == FULL, words.axes)
-        some = DenseMask(words).block_relation(*blocks.values()).some
-        return Relation(some, DenseMask(full).block_relation(*blocks.values()).all)
+        some = DenseMask(words).block_relation(tiling).some
+        return Relation(some, DenseMask(full).block_relation(tiling).all)
 
 
 def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:
@@ -118,14 +119,11 @@ def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:
       columns: rows of `t` or `s` that are the columns of the kernel's blocks.
     """
 
-    def packed(atom):
-        if not isinstance(atom, DenseMask):
-            return atom
-        mask = atom.mask.squeezed()
-        of_pairs = {"t", "s"} <= set(mask.axes)
-        return PackedMask(Packed.of(mask, columns)) if of_pairs else atom
+    def packed(mask: Named) -> PackedMask:
+        return PackedMask(Packed.of(mask, columns))
 
-    return dataclasses.replace(spec, masks=tuple(map(packed, spec.masks)))
+    masks = tuple(atom.with_pairs(packed) for atom in spec.masks)
+    return dataclasses.replace(spec, masks=masks)
 
 
 def _places(ndim: int, axes: tuple[int, int]) -> jax.Array:

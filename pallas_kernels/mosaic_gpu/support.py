@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -174,8 +173,8 @@ def numbers_along(axis: int, size: int) -> jax.Array:
 ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
 
 
-def unknown(number: jax.Array) -> jax.Array:
-    """The same scalar, of which the compiler knows nothing, static as it may be."""
+def opaque(number: jax.Array) -> jax.Array:
+    """The same scalar, hidden from the optimiser, even if it is static."""
     splat = plgpu.Layout.WG_SPLAT
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
 
@@ -193,11 +192,11 @@ def unknown(number: jax.Array) -> jax.Array:
     return move(number)
 
 
-def as_if_varying(index, i):
-    """`index`, as if it changed with a loop's variable i, a number below 2^30.
+def keep_in_loop(index, i):
+    """`index`, which the compiler takes to change with a loop's variable i below 2^30.
 
-    Else the compiler holds addresses of all parts of a tile in registers, of which
-    there are none to spare.
+    So it computes addresses inside the loop. Else it holds those of all parts of a tile
+    in registers, of which there are none to spare.
     """
     return index + lax.shift_right_logical(i, jnp.int32(30))
 
@@ -238,11 +237,11 @@ def finish_loads() -> None:
     issue()
 
 
-def take(counter, into) -> None:
-    """Adds 1 to a counter in global memory; what it was goes to shared memory.
+def fetch_add(counter, into) -> None:
+    """Adds 1 to a counter in global memory, and writes its old value to shared memory.
 
-    Each taker gets a number of its own, which all threads of its warpgroup may then
-    read.
+    So each caller gets a number of its own, which all threads of its warpgroup may read
+    after this.
 
     Args:
       counter, into: int32 numbers.
@@ -264,10 +263,11 @@ def take(counter, into) -> None:
     issue(counter, into)
 
 
-def same(number: jax.Array) -> jax.Array:
-    """A number that all threads of the warpgroup have, as the compiler must see.
+def warp_uniform(number: jax.Array) -> jax.Array:
+    """A number that is equal in all threads, so that the compiler sees that it is.
 
-    It puts products in sequence where threads may take branches apart (ptxas C7520).
+    Where threads of a warp may take branches apart, the compiler puts products in
+    sequence (ptxas C7520).
     """
     splat = plgpu.Layout.WG_SPLAT
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
@@ -288,13 +288,12 @@ def pointer(ref: ir.Value, space: int = _GLOBAL) -> ir.Value:
     return llvm.addrspacecast(kind, utils.memref_ptr(ref))
 
 
-def anywhere(me, flags: jax.Array) -> jax.Array:
-    """In how many threads of this warpgroup a row's flag is set, for all of them.
+def warpgroup_any(me, flags: jax.Array) -> jax.Array:
+    """In how many threads of this warpgroup a row's flag is set: 0 if in none.
 
     `jnp.max` would not do: it goes through shared memory that all warpgroups have in
-    common, so that one may read what another one wrote. The shuffle is for the
-    compiler, which must see that threads of a warp do not differ: it puts products in
-    sequence where threads may take branches apart (ptxas C7520).
+    common, so that one may read what another one wrote. The shuffle makes the number
+    `warp_uniform`.
 
     Args:
       me: the number of this warpgroup.
@@ -324,35 +323,3 @@ def anywhere(me, flags: jax.Array) -> jax.Array:
 def _element(register: ir.Value) -> ir.Value:
     """Of a vector of one."""
     return vector.extract(register, [], [0])
-
-
-class Turns:
-    """Warpgroups that take turns: each issues its products while the others compute.
-
-    Their barriers only order what would be right in any order.
-
-    Args:
-      count: of the warpgroups that take turns, the first ones.
-      warpgroups: all of the kernel.
-    """
-
-    def __init__(self, count: int, warpgroups: int):
-        self.count = count
-        self._first = warpgroups + 1
-
-    def _bar(self, instruction: str, whose) -> None:
-        named_barrier(instruction, jnp.int32(self._first) + whose, warpgroups=2)
-
-    def start(self, me) -> None:
-        """Once, by every warpgroup: the first has the first turn."""
-
-        @pl.when(me == self.count - 1)
-        def _():
-            self._bar("arrive", jnp.int32(0))
-
-    def wait(self, me) -> None:
-        """Until it is this warpgroup's turn."""
-        self._bar("sync", me)
-
-    def pass_on(self, me) -> None:
-        self._bar("arrive", lax.rem(me + 1, jnp.int32(self.count)))

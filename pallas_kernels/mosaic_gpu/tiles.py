@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_gpu import memory
 
 def visits_of(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
     """Of the programs, where arrays decide them (`Named` fields)."""
-    if not spec.is_data_dependent:
+    if spec.meets_exactly:
         return None
     return Visits.of(spec, layout.size, layout.rows)
 
@@ -89,7 +89,7 @@ class Tiles:
         does not hold them.
         """
         heads, blocks = self._heads[1], jnp.int32(self.needed.count)
-        if self.spec.is_windowed:
+        if self.spec.traits.is_windowed:
             return lax.div(tile, blocks), lax.rem(tile, blocks)
         return lax.rem(tile, heads), lax.div(tile, heads)
 

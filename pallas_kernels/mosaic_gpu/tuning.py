@@ -18,17 +18,9 @@ from pallas_kernels.mosaic_gpu import memory
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
 ROWS = 64
-MOST_WARPGROUPS = 3
 # Registers of a thread that loads or adds, and of one that computes, by how many
 # warpgroups compute.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# Bytes from whose multiples on log-sum-exps, numbers of rounds and barriers lie.
-_APART = 1 << 10
-_BARRIER = 8  # bytes
-# Barriers beside the four of each stage: of queries, pairs and rounds, at most.
-_OTHER_BARRIERS = 48
-# A group of barriers has no more.
-_MOST_STAGES = 32
 
 # By the largest head size that they are for: of many keys, and of few.
 _FORWARD = {
@@ -49,85 +41,9 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     """
     many, few = next(x for size, x in _FORWARD.items() if max(heads) <= size)
     # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
-    score = spec.score
-    wants_registers = spec.is_sparse or any(
-        x is not None for x in (spec.dropout, score.bias, score.slopes)
-    )
+    has_operands = any(term.operands for term in spec.score.terms)
+    wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
     return many if keys >= _MANY_KEYS and not wants_registers else few
-
-
-def shared_memory(blocks: Blocks, heads: tuple[int, int], of_output: int) -> int:
-    """Bytes that a program's tiles need, for elements of two bytes.
-
-    Args:
-      of_output: bytes of an element of the output.
-    """
-    columns = output_columns(blocks, heads, of_output)
-    return _at_least(blocks, heads) + blocks.block_q * columns * of_output
-
-
-def output_columns(
-    blocks: Blocks, heads: tuple[int, int], of_output: int, *, halves: bool = False
-) -> int:
-    """Columns of a tile for output; 0 if output is written over its queries.
-
-    With a tile of its own, the next queries come while output is computed and stored:
-    so it is if that fits, and where the two differ in size.
-
-    Args:
-      halves: whether the tile may have half of the columns, if no more fit.
-    """
-    room = device.shared_memory_limit() - _at_least(blocks, heads)
-    column = blocks.block_q * of_output
-    if heads[0] != heads[1] or of_output > 2 or column * heads[1] <= room:
-        return heads[1]
-    half = heads[1] // 2
-    return half if halves and half % 64 == 0 and column * half <= room else 0
-
-
-def pairs_fit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> bool:
-    """Whether there is room for a block of an array of pairs, of two bytes each.
-
-    With one stage there is none: values come before the pairs of their tile, once the
-    last ones have been used, which is after these pairs are.
-    """
-    pairs = blocks.block_q * blocks.block_kv
-    need = shared_memory(blocks, heads, of_output) + 2 * pairs
-    return blocks.num_stages > 1 and need <= device.shared_memory_limit()
-
-
-def _at_least(blocks: Blocks, heads: tuple[int, int]) -> int:
-    """`shared_memory` without tiles of output."""
-    tiles = blocks.block_q * heads[0] + blocks.num_stages * blocks.block_kv * sum(heads)
-    barriers = _BARRIER * (4 * blocks.num_stages + _OTHER_BARRIERS)
-    return 2 * tiles + 2 * _APART + _multiple(barriers, _APART)
-
-
-def unfit(blocks: Blocks, heads: tuple[int, int], of_output: int) -> str | None:
-    """Why the forward kernel cannot have these blocks, or None."""
-    warpgroups, rest = divmod(blocks.block_q, ROWS)
-    if rest or not 1 <= warpgroups <= MOST_WARPGROUPS:
-        return f"block_q={blocks.block_q} is not 64, 128 or 192"
-    each = f"each {ROWS} rows of block_q={blocks.block_q}"
-    if blocks.num_warps != 4 * warpgroups:
-        return f"num_warps={blocks.num_warps} is not 4 for {each}"
-    if blocks.num_stages < warpgroups:
-        return f"num_stages={blocks.num_stages} is less than one for {each}"
-    if blocks.num_stages > _MOST_STAGES:
-        return f"num_stages={blocks.num_stages} is more than {_MOST_STAGES}"
-    if blocks.block_kv not in (64, 128, 192, 256):
-        return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
-    need = shared_memory(blocks, heads, of_output)
-    limit = device.shared_memory_limit()
-    if need > limit:
-        return (
-            f"{blocks} needs {need >> 10} KiB of shared memory and this GPU has "
-            f"{limit >> 10}"
-        )
-    for name in ("max_registers", "left_in_registers"):
-        if getattr(blocks, name):
-            return f"{name} is for the Triton kernels"
-    return None
 
 
 # Keys, about, that a query looks at, from which on these kernels are faster, forward
@@ -174,15 +90,17 @@ _ENOUGH = 0.8
 
 
 def _has_wide_bias(spec: AttentionSpec) -> bool:
-    return spec.has_bias_of_pairs and spec.score.bias.dtype.itemsize > 2
+    return any(x.dtype.itemsize > 2 for x in spec.score.pair_operands.values())
 
 
 def _is_causal_with_lengths(spec: AttentionSpec) -> bool:
     """Whether a call has these and nothing else."""
-    score = spec.score
-    others = score.bias, score.slopes, score.soft_cap, spec.dropout, spec.offset
-    is_causal = spec.later_rows_see_more and not spec.is_windowed
-    return is_causal and spec.ends_by_length and all(x is None for x in others)
+    traits = spec.traits
+    is_causal = traits.cost_grows and not traits.is_windowed
+    by_length = all(not any(x.limits) or x.limits.key for x in spec.masks)
+    by_length = by_length and bool(spec.limits("key")) and spec.meets_exactly
+    others = *spec.score.terms, spec.dropout, spec.offset
+    return is_causal and by_length and all(x is None for x in others)
 
 
 def _fewest_keys(call: Call) -> tuple[int, int]:
@@ -190,21 +108,21 @@ def _fewest_keys(call: Call) -> tuple[int, int]:
     spec, largest = call.spec, max(call.head_sizes)
     if _has_wide_bias(spec):
         forward = backward = _FEWEST_OF_OTHERS
-    elif spec.has_bias_of_pairs:
+    elif spec.score.pair_operands:
         forward, backward = _FEWEST_OF_BIASES
         if no_dbias(call) is None:
             backward = _FEWEST_OF_GRADIENTS
     else:
         found = (x for size, x in _FEWEST_KEYS.items() if largest <= size)
         forward, backward = next(found)
-    least = [_FEWEST_OF_WINDOWS] if spec.is_windowed else [0]
+    least = [_FEWEST_OF_WINDOWS] if spec.traits.is_windowed else [0]
     if spec.has_mask_of_pairs or spec.dropout is not None:
         least.append(_FEWEST_OF_MASKS if largest > 95 else _FEWEST_OF_OTHERS)
-    sorted_and_plain = spec.later_rows_see_more and not spec.has_bias_of_pairs
+    sorted_and_plain = spec.traits.cost_grows and not spec.score.pair_operands
     if sorted_and_plain and 63 < largest <= 95:
-        causal = not spec.is_windowed
+        causal = not spec.traits.is_windowed
         forward = backward = _FEWEST_OF_CAUSAL if causal else _FEWEST_OF_OTHERS
-    if not (spec.rows_are_sorted or spec.has_mask_of_pairs):
+    if not (spec.cost_is_monotone or spec.has_mask_of_pairs):
         measured = _is_causal_with_lengths(spec) and 95 < largest <= 128
         of_lengths = _FEWEST_OF_LENGTHS if measured else (_FEWEST_OF_OTHERS,) * 2
         forward, backward = map(max, of_lengths, (forward, backward))
@@ -220,7 +138,7 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     """
     spec, largest = call.spec, max(call.head_sizes)
     keys = spec.mean_keys(call.size["s"])
-    if spec.is_sparse and (largest <= 95 or keys < _FEWEST_OF_DOCUMENTS):
+    if spec.traits.is_sparse and (largest <= 95 or keys < _FEWEST_OF_DOCUMENTS):
         return "most blocks of keys may be skipped"
     if _has_wide_bias(spec) and largest <= 64:
         return "a float32 bias for each pair takes long to load beside small heads"
@@ -319,7 +237,8 @@ _BLOCKS_OF_A_DOCUMENT = 16
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
     """How many blocks of keys in succession may meet the same queries; None for all."""
-    is_short = spec.has_all_rows if spec.is_windowed else spec.is_sparse
+    traits = spec.traits
+    is_short = spec.has_all_rows if traits.is_windowed else traits.is_sparse
     return _BLOCKS_OF_A_DOCUMENT if is_short else None
 
 
@@ -344,7 +263,7 @@ def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
     Args:
       layout: of the kernel.
     """
-    if spec.is_data_dependent:  # how much there is to do is not known
+    if not spec.meets_exactly:  # how much there is to do is not known
         return 1
     part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
     queries = -(-layout.size["t"] // layout.rows["t"])
@@ -383,10 +302,8 @@ def of_dbias(size: Mapping[str, int]) -> Blocks | None:
 def no_dbias(call: Call) -> str | None:
     """Why there is no kernel for the gradients of the score's operands, or None."""
     score = call.spec.score
-    if list(score.operands) != ["bias"]:
-        return "there is no kernel for gradients of slopes or a traced scale"
-    if not call.spec.has_bias_of_pairs:
-        return "the bias has not an element for each pair"
+    if len(score.operands) != 1 or not score.pair_operands:
+        return "there is a kernel only for one operand, with an element for each pair"
     if call.config is not None and call.config.dbias:
         return "the blocks of `Config` are those of its kernels"
     blocks = of_dbias(call.size)
@@ -415,13 +332,13 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
     width = head_tiles(call.size)
     if call.spec.is_part and not computes_ahead(width):
         return "parts in float32 of heads above 128 do not fit shared memory"
-    if call.spec.score.soft_cap is not None and max(width.values()) in _NO_SOFT_CAP:
+    if call.spec.score.keeps_scores and max(width.values()) in _NO_SOFT_CAP:
         return (
             f"with a soft cap and heads of {call.head_sizes} registers do not suffice"
         )
     if odd := call.spec.odd_stripe(**rows):
         return f"blocks would lie in several stripes of {odd} rows"
-    if call.spec.is_data_dependent:
+    if not call.spec.meets_exactly:
         need = size_of_counts(call.spec, call.size, rows)
         if need > _MOST_COUNTS:
             return f"to order the sums of dq takes {need >> 20} MiB"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import configs, device, passes, tables
-from pallas_kernels.backend import Call
+from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.core.axes import Named, operand_sum, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.division import Packing, words
@@ -26,8 +27,73 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 lowering_context = support.lowering_context
 
 
-def unsupported(call: Call, /) -> str | None:
-    """Why this backend cannot serve a call here and now, or None."""
+@dataclasses.dataclass(frozen=True)
+class _Plan(Plan):
+    """Of a pass; the blocks of each kernel are chosen when it is launched."""
+
+    call: Call
+    kernels: tuple[str, ...]
+    slower: str | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        found: list[str] = []
+
+        def ask(*arrays):
+            axes = (x.axes for x in leaves)
+            call = tree.unflatten(map(Named, arrays, axes))
+            for kernel in self.kernels:
+                found.extend(self._division(call, kernel))
+
+        leaves, tree = jax.tree.flatten(self.call)
+        jax.eval_shape(ask, *(x.value for x in leaves))
+        return tuple(found)
+
+    @staticmethod
+    def _division(call: Call, kernel: str) -> list[str]:
+        """How the work of a kernel is divided, in words, where it is."""
+        options = {}
+        arrays, spec = [call.query, call.key, call.value], call.spec
+        packing = Packing.of(call.query, call.key, spec)
+        found = []
+        if kernel == "forward" and packing is not None:
+            found.append(f"forward: {packing.heads.group} heads of a group as rows")
+            arrays, spec = [packing.array(x) for x in arrays], packing.spec(spec)
+        if kernel == "dbias":
+            operands = list(spec.score.pair_operands.values())
+            if not operands:
+                return []  # made for every head and batch entry
+            elements = passes.axes_of_elements(call.operands)
+            own, looped = operand_sum(operands[0], elements)
+            options = {"own": own, "looped": looped}
+        launch = _launch(kernel, call.config, call.precision, arrays, spec)
+        operands = [*arrays, *jax.tree.leaves(spec)]
+        layout = memory.Layout.of(kernel, operands, launch, **options)
+        return [*found, *filter(None, [words(kernel, layout.parts)])]
+
+
+def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
+    """The plan of a pass (`backend.Backend`)."""
+    why_not = _unsupported(call)
+    if why_not is not None:
+        return Declined(why_not)
+    of_pass = {
+        "forward": ("forward",),
+        "backward": tuple(tuning.kernels(_head_blocks([call.key, call.value]))),
+        "operand_gradients": ("dbias",),
+    }
+    kernels = of_pass[pass_]
+    if pass_ == "backward":
+        kernels = tuple(x for x in kernels if x not in ("forward", "dbias"))
+    for kernel in kernels:
+        why_not = _unfit(kernel, call)
+        if why_not is not None:
+            return Declined(why_not)
+    return _Plan(call, kernels, _slower(call) if pass_ == "forward" else None)
+
+
+def _unsupported(call: Call) -> str | None:
+    """Why this backend has no kernels for a call here and now, or None."""
     if not call.interpret and device.capability() < 80:
         return f"compute capability {device.capability() / 10} is below 8.0"
     if call.dtype not in DTYPES:
@@ -39,30 +105,31 @@ def unsupported(call: Call, /) -> str | None:
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
-    heads = _head_blocks([call.key, call.value])
-    for kernel in tuning.kernels(heads):
-        blocks = call.config and call.config.blocks(kernel)
-        odd = tuning.no_power_of_two(blocks) if blocks else None
-        if odd is not None:
-            return f"{odd} of Config.{kernel} is no power of two"
-        if call.interpret:
-            continue
-        limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
-        itemsize = jnp.dtype(call.dtype).itemsize
-        least = tuning.smallest(kernel, heads, itemsize, columns)
-        needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
-        if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
-            least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
-            needs = f"Config.{kernel} needs at least"
-        if least > limit:
-            return (
-                f"{needs} {least >> 10} KiB of shared memory and this GPU has "
-                f"{limit >> 10}"
-            )
     return None
 
 
-def slower(call: Call, /) -> str | None:
+def _unfit(kernel: str, call: Call) -> str | None:
+    """Why a kernel cannot have the blocks that it is given, or any, or None."""
+    heads, largest = _head_blocks([call.key, call.value]), max(call.head_sizes)
+    blocks = call.config and call.config.blocks(kernel)
+    odd = tuning.no_power_of_two(blocks) if blocks else None
+    if odd is not None:
+        return f"{odd} of Config.{kernel} is no power of two"
+    if call.interpret:
+        return None
+    limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
+    itemsize = jnp.dtype(call.dtype).itemsize
+    least = tuning.smallest(kernel, heads, itemsize, columns)
+    needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
+    if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
+        least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
+        needs = f"Config.{kernel} needs at least"
+    if least <= limit:
+        return None
+    return f"{needs} {least >> 10} KiB of shared memory and this GPU has {limit >> 10}"
+
+
+def _slower(call: Call) -> str | None:
     """Why the next backend is faster for a call that this one serves, or None."""
     size, largest = call.size, max(call.head_sizes)
     keys = call.spec.mean_keys(size["s"])
@@ -108,31 +175,6 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     return Launch(blocks, product, arithmetic, interpret, splits)
 
 
-def division(call: Call, /) -> tuple[str, ...]:
-    """How the work of each kernel is divided, in words, where it is."""
-    whole = call.query, call.key, call.value, call.spec
-    packing = Packing.of(call.query, call.key, call.spec)
-    bias = call.spec.score.bias
-    found = []
-    for kernel in tuning.kernels(_head_blocks([call.query, call.value])):
-        options = {}
-        *arrays, spec = whole
-        if kernel == "forward" and packing is not None:
-            found.append(f"forward: {packing.heads.group} heads of a group as rows")
-            arrays, spec = [packing.array(x) for x in arrays], packing.spec(spec)
-        if kernel == "dbias":
-            if bias is None or not {"t", "s"} <= set(bias.axes):
-                continue  # made for every head and batch entry
-            elements = passes.axes_of_elements(call.operands)
-            own, looped = operand_sum(bias, elements)
-            options = {"own": own, "looped": looped}
-        launch = _launch(kernel, call.config, call.precision, arrays, spec)
-        operands = [*arrays, *jax.tree.leaves(spec)]
-        layout = memory.Layout.of(kernel, operands, launch, **options)
-        found.append(words(kernel, layout.parts))
-    return tuple(filter(None, found))
-
-
 _KERNELS = {
     "forward": forward_kernel,
     "dq": dq,
@@ -163,20 +205,16 @@ def _run(
     return _KERNELS[kernel](q, k, v, spec, *rest, launch=launch, **options)
 
 
-def forward(q, k, v, spec, outputs, *, config, precision):
+def forward(plan: Plan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
-    run = functools.partial(_run, config=config, precision=precision)
-    return passes.forward(run, q, k, v, spec, outputs)
+    return passes.forward(_runner(call), call, outputs)
 
 
-def backward(q, k, v, spec, saved, outputs, *, config, precision):
-    """Gradients of q, k, v and the spec's operands (`backend.Backend`)."""
-    run = functools.partial(_run, config=config, precision=precision)
-    apart = "dkv" not in tuning.kernels(_head_blocks([q, v]))
-    return passes.backward(run, q, k, v, spec, saved, outputs, dk_and_dv_apart=apart)
+def backward(plans, call: Call, saved, wanted):
+    """Gradients (`backend.Backend`)."""
+    apart = "dkv" not in tuning.kernels(_head_blocks([call.query, call.value]))
+    return passes.backward(_runner(call), call, saved, wanted, dk_and_dv_apart=apart)
 
 
-def score_gradients(q, k, v, spec, saved, outputs, *, config, precision):
-    """Gradients of the score's operands alone (`backend.Backend`)."""
-    run = functools.partial(_run, config=config, precision=precision)
-    return passes.score_gradients(run, q, k, v, spec, saved, outputs)
+def _runner(call: Call):
+    return functools.partial(_run, config=call.config, precision=call.precision)

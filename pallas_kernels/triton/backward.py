@@ -227,8 +227,8 @@ def dbias(
                 qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
                 again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
                 dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
-                dz = again.dz(dp, delta.load(("t", "s"), at))
-                more = Named(pairs.operand_gradient(field, dz, qk), ("t", "s"))
+                pulled = again.pull(dp, delta.load(("t", "s"), at))
+                more = Named(pulled.operand(field, qk), ("t", "s"))
                 return total + summed_to(more, own)
 
             return visited.fold(visit, total)

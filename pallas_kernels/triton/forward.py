@@ -81,7 +81,7 @@ def forward(
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
         kv_blocks = kv_blocks.with_an_edge(one)
-        if spec.peaks_inside:
+        if spec.maximum_may_grow:
             kv_blocks = kv_blocks.all_edges()
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
         good = flash2.in_range(state, v.dtype)

@@ -6,6 +6,7 @@ for memory: XLA makes four kernels of the same formula, one after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -59,58 +60,25 @@ def merged(
     if sink is not None:
         joint = jnp.broadcast_to(sink.to(of_rows), shape)
         inputs, axes = [*inputs, joint.reshape(count)], [*axes, ("t",)]
-    most = min(_PARTS, _ELEMENTS // padded(d))
-    together = min(1 << (parts - 1).bit_length(), most)
-    rows = min(_MOST_ROWS, _ELEMENTS // (together * padded(d)))
     axes = [*axes, ("t", "d"), ("t",)]
     results = [
         jax.ShapeDtypeStruct((count, d)[:n], x.dtype)
         for n, x in zip((2, 1), outputs, strict=True)
     ]
-    # Programs see whole arrays, up to the end of their last tiles.
-    turns, programs = -(-parts // together), -(-count // rows)
-    seen = {"s": turns * together, "t": programs * rows, "d": padded(d)}
+    tiles = _Tiles(count, parts, d)
     specs = [
-        pl.BlockSpec([seen[a] for a in own], functools.partial(_whole, len(own)))
+        pl.BlockSpec([tiles.seen[a] for a in own], functools.partial(_whole, len(own)))
         for own in axes
     ]
 
     def body(*refs):
         pairs = zip(refs, axes, strict=True)
-        *given, of_o, of_lse = (View(*pair, interpret) for pair in pairs)
-        where = {
-            "t": Rows(pl.program_id(0) * rows, rows, count),
-            "d": Rows.whole(d),
-        }
-
-        def take(i, state):
-            here = {**where, "s": Rows(i * together, together, parts)}
-            logs = given[1].load(("s", "t"), here, padding=-math.inf)
-            found = (
-                flash2.merge(x, logs) for x in given[0].load(("s", "t", "d"), here)
-            )
-            tiles, logs = zip(*found, strict=True)
-            return merge(zip(state[0], tiles, strict=True), (state[1], logs[0]))
-
-        def merge(tiles, logs, sink=None):
-            found = [flash2.merge(x, logs, sink) for x in tiles]
-            return tuple(x for x, _ in found), found[0][1]
-
-        nothing = (
-            tuple(jnp.zeros((rows, x.size), jnp.float32) for x in where["d"]),
-            jnp.full((rows,), -jnp.inf, jnp.float32),
-        )
-        tiles, log = lax.fori_loop(jnp.int32(0), jnp.int32(turns), take, nothing)
-        if sink is not None:
-            joint = given[2].load(("t",), where).astype(jnp.float32)
-            tiles, log = merge(((x,) for x in tiles), (log,), joint)
-        of_o.store(tiles, where)
-        of_lse.store(log, where)
+        _merge(tiles, *(View(*pair, interpret) for pair in pairs))
 
     body.__name__ = body.__qualname__ = "flash2_merge"
     found = support.pallas_call(
         body,
-        grid=(programs,),
+        grid=(tiles.programs,),
         in_specs=specs[:-2],
         out_specs=specs[-2:],
         out_shape=[layout.varying_like(x, inputs[0]) for x in results],
@@ -123,6 +91,77 @@ def merged(
         Named(x.reshape([*shape, *x.shape[1:]]), own).to(out.axes)
         for x, own, out in results
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How the rows and their parts are cut.
+
+    Attributes:
+      count: rows.
+      parts: of each row.
+      d: head size of the values.
+    """
+
+    count: int
+    parts: int
+    d: int
+
+    @property
+    def together(self) -> int:
+        """Parts that a program takes in at once."""
+        most = min(_PARTS, _ELEMENTS // padded(self.d))
+        return min(1 << (self.parts - 1).bit_length(), most)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a program."""
+        return min(_MOST_ROWS, _ELEMENTS // (self.together * padded(self.d)))
+
+    @property
+    def turns(self) -> int:
+        return -(-self.parts // self.together)
+
+    @property
+    def programs(self) -> int:
+        return -(-self.count // self.rows)
+
+    @property
+    def seen(self) -> dict[str, int]:
+        """Sizes of arrays that programs see: whole, up to the end of their tiles."""
+        s, t = self.turns * self.together, self.programs * self.rows
+        return {"s": s, "t": t, "d": padded(self.d)}
+
+
+def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
+    """The kernel's body: the rows of one program."""
+    *sink, of_o, of_lse = rest
+    start = pl.program_id(0) * tiles.rows
+    where = {"t": Rows(start, tiles.rows, tiles.count), "d": Rows.whole(tiles.d)}
+
+    def take(i, state):
+        here = {**where, "s": Rows(i * tiles.together, tiles.together, tiles.parts)}
+        logs = lse.load(("s", "t"), here, padding=-math.inf)
+        found = (flash2.merge(x, logs) for x in o.load(("s", "t", "d"), here))
+        pieces, logs = zip(*found, strict=True)
+        return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))
+
+    nothing = (
+        tuple(jnp.zeros((tiles.rows, x.size), jnp.float32) for x in where["d"]),
+        jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
+    )
+    pieces, log = lax.fori_loop(jnp.int32(0), jnp.int32(tiles.turns), take, nothing)
+    if sink:
+        joint = sink[0].load(("t",), where).astype(jnp.float32)
+        pieces, log = _merged(((x,) for x in pieces), (log,), joint)
+    of_o.store(pieces, where)
+    of_lse.store(log, where)
+
+
+def _merged(pieces, logs, sink=None):
+    """The pieces of a head and the log-sum-exp of results over disjoint keys."""
+    found = [flash2.merge(x, logs, sink) for x in pieces]
+    return tuple(x for x, _ in found), found[0][1]
 
 
 def _whole(axes: int, _) -> tuple[int, ...]:

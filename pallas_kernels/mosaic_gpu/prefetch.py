@@ -1,8 +1,9 @@
-"""Numbers of pairs that are there before a block of scores is.
+"""Prefetch of pair values: operands with an element for each query and key.
 
-In the forward TMA brings blocks of a bias to shared memory. In the backward threads
-load what the next tile's pairs have while they compute this one, as it lies in memory:
-of a bias half of the registers that the block takes, of a mask a word or two.
+In the forward, TMA brings blocks of a bias to shared memory. In the backward, threads
+load the pair values of the next tile while they compute this one, as they lie in
+memory. A bias then takes half of the registers that its block takes, a mask a word or
+two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pallas_kernels.mosaic_gpu import memory, support
 
 @dataclasses.dataclass(frozen=True)
 class _Block(layout.View):
-    """A block of pairs that is there, wherever a loop has come to."""
+    """A block of pair values that has been loaded, wherever a loop has come to."""
 
     def read(self, index, mask, other):
         raise NotImplementedError("it is loaded whole")
@@ -55,24 +56,24 @@ class _Fetched(_Block):
         return self.ref.fetched(self.words)
 
 
-def by_tiles(spec) -> list:
-    """What of a spec TMA could bring: numbers of two bytes, one for each pair.
+def pair_values(spec) -> list:
+    """The arrays of a spec that TMA could bring: two bytes for each pair.
 
-    A spec has one such array at most, its bias: masks are boolean.
+    A spec has at most one, its bias: masks are boolean.
 
     Args:
       spec: of `Named` arrays or of `View`s.
     """
-    return [x for x in jax.tree.leaves(spec) if _comes_by_tiles(x)]
+    return [x for x in jax.tree.leaves(spec) if _comes_by_tma(x)]
 
 
-def in_tile(spec, ref):
-    """The spec with its numbers of pairs in a tile in shared memory."""
-    return jax.tree.map(lambda x: _Tile(ref, x.axes) if _comes_by_tiles(x) else x, spec)
+def with_pair_tile(spec, ref):
+    """The spec with its pair values in a tile in shared memory."""
+    return jax.tree.map(lambda x: _Tile(ref, x.axes) if _comes_by_tma(x) else x, spec)
 
 
 def fetch(spec, order: tuple[str, str], where: Mapping[str, Any]) -> list[jax.Array]:
-    """What a block's pairs have, for `with_fetched`: numbers of two bytes, and masks.
+    """A block's pair values, for `with_fetched`: those of two bytes, and masks.
 
     Args:
       spec: of `View`s.
@@ -89,7 +90,7 @@ def with_fetched(spec, words: Sequence[jax.Array]):
     )
 
 
-def _comes_by_tiles(x) -> bool:
+def _comes_by_tma(x) -> bool:
     if isinstance(x, Named):
         x = x.squeezed()
     elif not isinstance(x, memory.View):
@@ -101,4 +102,4 @@ def _comes_by_tiles(x) -> bool:
 def _is_fetched(x) -> bool:
     if not isinstance(x, memory.View):
         return False
-    return _comes_by_tiles(x) or (x.boolean and {"t", "s"} <= set(x.axes))
+    return _comes_by_tma(x) or (x.boolean and {"t", "s"} <= set(x.axes))

@@ -1,8 +1,8 @@
-"""Keys that no query looks at: padding, and what a mask drops for all queries.
+"""Clears keys that no query attends: padding, and those a mask drops for all queries.
 
-They meet products, whose results count for nothing: but 0 times NaN is NaN. Such rows
-become zeros in shared memory, since to copy all keys and values before takes longer (it
-is so where dq has a kernel of its own, and for the gradient of a bias).
+Such rows meet products, whose results count for nothing. But 0 times NaN is NaN, so the
+rows become zeros in shared memory. To copy all keys and values before the kernel takes
+longer; that is done where dq has a kernel of its own, and for the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import memory, support
 
 
-def looked_at(
+def attended_keys(
     spec: AttentionSpec, keys: memory.View | None, where: dict[str, Any], size: int
 ) -> jax.Array:
-    """[rows], which keys of a block some query may look at.
+    """Which keys of a block some query may attend, [rows].
 
     Args:
       spec: with its lengths loaded.
@@ -37,7 +37,7 @@ def looked_at(
 def clear(tile, kept: jax.Array) -> None:
     """Writes zeros to rows of a tile in shared memory, before a product reads them.
 
-    By one warpgroup. Others must wait for it before their products.
+    One warpgroup does it. Others must wait for it before their products.
 
     Args:
       kept: [rows], which ones stay as they are.

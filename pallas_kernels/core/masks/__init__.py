@@ -1,0 +1,23 @@
+"""Masks: which (query, key) pairs are kept. One file a kind, `base` for the contract.
+
+The mask of a call is the AND of its atoms (`core.spec`). Two atoms combine to one with
+`&` and `|`.
+"""
+
+from pallas_kernels.core.masks.base import Atom, Limits, Relation, Tiling, Traits
+from pallas_kernels.core.masks.dense import DenseMask
+from pallas_kernels.core.masks.lengths import Lengths
+from pallas_kernels.core.masks.segments import SegmentIds
+from pallas_kernels.core.masks.window import Window
+
+__all__ = [
+    "Atom",
+    "DenseMask",
+    "Lengths",
+    "Limits",
+    "Relation",
+    "SegmentIds",
+    "Tiling",
+    "Traits",
+    "Window",
+]

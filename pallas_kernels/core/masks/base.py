@@ -1,0 +1,427 @@
+"""The contract of a mask atom, and the block table of those that data decides.
+
+An atom says which (query, key) pairs it keeps, and answers for itself what a call must
+know beside that. A new kind of mask is one file with one class: no other code asks for
+its type. What a class does not answer is an error, not a guess.
+
+- `keep(q, kv, q_pos, kv_pos)` is pointwise: row numbers `q` and `kv` that broadcast
+  against each other (and where they stand, `core.positions`) give a boolean array. The
+  same line serves a dense mask (q [T, 1], kv [1, S]), a block of it, and a transposed
+  block.
+- Block ranges. For the rows [q_lo, q_hi) of a query block, `kv_range` gives
+  `need_lo <= full_lo <= full_hi <= need_hi`: outside `need` no pair is kept, inside
+  `full` every pair is. `q_range` is its twin for a block of keys. An atom whose answer
+  depends on arrays of rows gives `block_relation` instead: two small arrays
+  [query blocks, key blocks] that say "some pair may be kept" and "all are".
+
+Loops evaluate `keep` only on the two sides of `full`:
+
+    need_lo      full_lo                 full_hi     need_hi
+       |  masked    |   no mask evaluated   |  masked   |
+
+- `attended_keys` and `limits` name the rows that must meet no product, for they may
+  hold NaN, and 0 times NaN is NaN.
+- `traits` and `mean_keys` say how much work there is, for the choice of kernels.
+
+Fields hold scalars, blocks or whole arrays (`spec.AttentionSpec`), for the same code.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import operator
+import typing
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.core.masks.relation import Relation, Tiling
+from pallas_kernels.core.positions import Positions
+from pallas_kernels.core.ranges import Range, everything, maximum, minimum, where
+
+
+@typing.dataclass_transform(frozen_default=True)
+def mask_dataclass(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()):
+    """A frozen dataclass that is a pytree of its `data` fields."""
+
+    def register(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        return jax.tree_util.register_dataclass(cls, list(data), list(meta))
+
+    return register
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What a call must know of an atom beside its pairs and its ranges.
+
+    Traits of atoms add up: `&` gives those of pairs that both keep, `|` of pairs that
+    either keeps.
+
+    Attributes:
+      is_positional: whether the atom asks where rows stand (`q_pos`, `kv_pos`).
+      is_absolute: whether it asks for more than the distance of query and key.
+      reach: how many positions before and after itself a query attends; None is
+        without a bound.
+      cost_grows: whether later query rows attend more keys, so that they should start
+        first.
+      cost_is_monotone: whether it is known without data that query rows attend equally
+        many keys, or later rows more.
+      is_sparse: whether most queries attend few of the keys, as far as one can know
+        without data.
+      keeps_own_key: whether it is known that each query attends the key of its own
+        number, where queries and keys have the same positions.
+      keeps_first_key: whether it is known that each query attends the first key, or
+        that none attends any, where queries stand at or after it. Padding of queries
+        does not count.
+    """
+
+    is_positional: bool
+    is_absolute: bool
+    reach: tuple[int | None, int | None]
+    cost_grows: bool
+    cost_is_monotone: bool
+    is_sparse: bool
+    keeps_own_key: bool
+    keeps_first_key: bool
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query attends a key that stands after it."""
+        return self.reach[1] == 0
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether queries attend no more than so many of the keys before them."""
+        return self.reach[0] is not None
+
+    def __and__(self, other: Traits) -> Traits:
+        return Traits(
+            is_positional=self.is_positional or other.is_positional,
+            is_absolute=self.is_absolute or other.is_absolute,
+            reach=(
+                _least(self.reach[0], other.reach[0]),
+                _least(self.reach[1], other.reach[1]),
+            ),
+            cost_grows=self.cost_grows or other.cost_grows,
+            cost_is_monotone=self.cost_is_monotone and other.cost_is_monotone,
+            is_sparse=self.is_sparse or other.is_sparse,
+            keeps_own_key=self.keeps_own_key and other.keeps_own_key,
+            keeps_first_key=self.keeps_first_key and other.keeps_first_key,
+        )
+
+    def __or__(self, other: Traits) -> Traits:
+        def farthest(a: int | None, b: int | None) -> int | None:
+            return None if a is None or b is None else max(a, b)
+
+        return Traits(
+            is_positional=self.is_positional or other.is_positional,
+            is_absolute=self.is_absolute or other.is_absolute,
+            reach=(
+                farthest(self.reach[0], other.reach[0]),
+                farthest(self.reach[1], other.reach[1]),
+            ),
+            cost_grows=self.cost_grows and other.cost_grows,
+            cost_is_monotone=self.cost_is_monotone and other.cost_is_monotone,
+            is_sparse=self.is_sparse and other.is_sparse,
+            keeps_own_key=self.keeps_own_key or other.keeps_own_key,
+            keeps_first_key=self.keeps_first_key and other.keeps_first_key,
+        )
+
+
+# Of a call without a mask.
+ALL = Traits(
+    is_positional=False,
+    is_absolute=False,
+    reach=(None, None),
+    cost_grows=False,
+    cost_is_monotone=True,
+    is_sparse=False,
+    keeps_own_key=True,
+    keeps_first_key=True,
+)
+
+
+class Limits(NamedTuple):
+    """Rows at or beyond any of these are padding: int32 scalars."""
+
+    query: tuple = ()
+    key: tuple = ()
+
+
+class Atom(abc.ABC):
+    """A kind of mask: a frozen dataclass that is a pytree (`mask_dataclass`).
+
+    Methods that take or give `Named` are called where operands are whole arrays. The
+    others run in kernels, too, where fields hold what a block needs of them.
+
+    Attributes:
+      traits: what is known of the atom without data.
+      limits: from which rows on all are padding, whose values must not be touched.
+      has_ranges: whether `kv_range` and `q_range` say, without arrays, what meets.
+      ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
+        queries if and only if that is in the `q_range` of the keys. Ranges that are
+        only safe do not promise that.
+    """
+
+    # Class attributes or properties; without one, an AttributeError says so.
+    traits: Traits
+    limits: Limits
+    has_ranges: bool
+    ranges_are_exact: bool
+
+    @abc.abstractmethod
+    def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:
+        """Which pairs are kept; None for all.
+
+        Args:
+          q, kv: int32 numbers of rows, which broadcast against each other.
+          q_pos, kv_pos: the positions of these rows, int32.
+        """
+
+    @abc.abstractmethod
+    def mean_keys(self, kv_size: int) -> float:
+        """About how many keys a query attends, as far as is known without data.
+
+        That is with as many queries as keys, from the same position on.
+        """
+
+    @abc.abstractmethod
+    def attended_keys(self, positions: Positions, kv_size: int) -> Named | None:
+        """Which keys some query may attend, beside `limits` (`Named` fields).
+
+        The others meet no product. None says that values need no such care: what masks
+        by positions alone drops keys, and callers keep them finite.
+
+        Returns:
+          A boolean array with `s` among its axes, or without it if all keys are alike;
+          or None.
+        """
+
+    def kv_range(self, q_lo, q_hi, positions: Positions, size: int) -> Range:
+        """The keys that the query rows [q_lo, q_hi) need, of so many.
+
+        It may use scalars, but no arrays of rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no ranges of keys")
+
+    def q_range(self, kv_lo, kv_hi, positions: Positions, size: int) -> Range:
+        """The query rows that need the keys [kv_lo, kv_hi): the twin of `kv_range`."""
+        raise NotImplementedError(f"{type(self).__name__} gives no ranges of queries")
+
+    def block_relation(self, tiling: Tiling) -> Relation:
+        """For each pair of blocks, whether some pair may be kept and whether all are.
+
+        Of an atom with ranges it follows from these; others must give it. Fields hold
+        `Named` arrays.
+        """
+        rows, count = tiling.block_q, -(-tiling.q_size // tiling.block_q)
+        parts = without_rows(self), tiling.positions
+        axes = (*_element_axes(parts), "i")
+        own, positions = named_map(lambda x: x.to(axes), parts)
+        start = jnp.arange(count, dtype=jnp.int32) * rows
+        end = jnp.minimum(start + rows, tiling.q_size)
+        keys = own.kv_range(start, end, positions, tiling.kv_size)
+        found = keys.blocks(tiling.block_kv, tiling.kv_size)
+        shape = (1,) * (len(axes) - 1) + (count,)
+        lo, full_lo, full_hi, hi = (
+            (x + jnp.zeros(shape, jnp.int32))[..., None] for x in found
+        )
+        j = jnp.arange(-(-tiling.kv_size // tiling.block_kv), dtype=jnp.int32)
+        axes = (*axes, "j")
+        some, every = (lo <= j) & (j < hi), (full_lo <= j) & (j < full_hi)
+        return Relation(Named(some, axes), Named(every, axes))
+
+    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Atom:
+        """For a part of the rows, from that of all (`Named` fields).
+
+        An atom without arrays is the same for any part. Arrays of rows come as those of
+        the part.
+
+        Args:
+          positions: of those rows; `Named`.
+          size: how many of `t` and `s` there are.
+        """
+        del positions, size
+        if jax.tree.leaves(self):
+            raise NotImplementedError(
+                f"{type(self).__name__} does not say what it is for a part of the rows"
+            )
+        return self
+
+    def with_pairs(self, convert: Callable[[Named], Atom]) -> Atom:
+        """Itself, or what a backend makes of it if it keeps what an array says.
+
+        Args:
+          convert: makes an atom of a mask with axes `t` and `s`, and others.
+        """
+        del convert
+        return self
+
+    def __and__(self, other: Atom) -> Atom:
+        """The pairs that both keep."""
+        return Both(self, other)
+
+    def __or__(self, other: Atom) -> Atom:
+        """The pairs that one of them keeps, or both."""
+        return Either(self, other)
+
+
+class _Combined(Atom):
+    """Two atoms, `first` and `second`, as one."""
+
+    first: Atom
+    second: Atom
+
+    @property
+    def _atoms(self) -> tuple[Atom, Atom]:
+        return self.first, self.second
+
+    @property
+    def has_ranges(self) -> bool:
+        return all(atom.has_ranges for atom in self._atoms)
+
+    @property
+    def ranges_are_exact(self) -> bool:
+        return False  # ranges of both may meet where no pair is kept
+
+    def kv_range(self, q_lo, q_hi, positions: Positions, size: int) -> Range:
+        return self._joined("kv_range", q_lo, q_hi, positions, size)
+
+    def q_range(self, kv_lo, kv_hi, positions: Positions, size: int) -> Range:
+        return self._joined("q_range", kv_lo, kv_hi, positions, size)
+
+    def _joined(self, method: str, *arguments) -> Range:
+        first, second = (getattr(atom, method)(*arguments) for atom in self._atoms)
+        return self._of_ranges(first, second, arguments[-1])
+
+    @abc.abstractmethod
+    def _of_ranges(self, first: Range, second: Range, size: int) -> Range: ...
+
+    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Atom:
+        return type(self)(*(atom.of_rows(positions, size) for atom in self._atoms))
+
+
+@mask_dataclass(data=("first", "second"))
+class Both(_Combined):
+    """Keeps the pairs that both atoms keep."""
+
+    first: Atom
+    second: Atom
+
+    def keep(self, q, kv, q_pos, kv_pos):
+        found = (atom.keep(q, kv, q_pos, kv_pos) for atom in self._atoms)
+        kept = [x for x in found if x is not None]
+        return functools.reduce(operator.and_, kept) if kept else None
+
+    @property
+    def traits(self) -> Traits:
+        return self.first.traits & self.second.traits
+
+    def mean_keys(self, kv_size: int) -> float:
+        return min(atom.mean_keys(kv_size) for atom in self._atoms)
+
+    @property
+    def limits(self) -> Limits:
+        pairs = zip(self.first.limits, self.second.limits, strict=True)
+        return Limits(*(one + other for one, other in pairs))
+
+    def attended_keys(self, positions: Positions, kv_size: int) -> Named | None:
+        found = (atom.attended_keys(positions, kv_size) for atom in self._atoms)
+        return joined(operator.and_, [x for x in found if x is not None])
+
+    def _of_ranges(self, first: Range, second: Range, size: int) -> Range:
+        return everything(0, size) & first & second
+
+    def block_relation(self, tiling: Tiling) -> Relation:
+        first, second = (atom.block_relation(tiling) for atom in self._atoms)
+        return first & second
+
+
+@mask_dataclass(data=("first", "second"))
+class Either(_Combined):
+    """Keeps the pairs that one of two atoms keeps, or both."""
+
+    first: Atom
+    second: Atom
+
+    def keep(self, q, kv, q_pos, kv_pos):
+        first, second = (atom.keep(q, kv, q_pos, kv_pos) for atom in self._atoms)
+        return None if first is None or second is None else first | second
+
+    @property
+    def traits(self) -> Traits:
+        return self.first.traits | self.second.traits
+
+    def mean_keys(self, kv_size: int) -> float:
+        return min(kv_size, sum(atom.mean_keys(kv_size) for atom in self._atoms))
+
+    @property
+    def limits(self) -> Limits:
+        return Limits()  # what is padding for one may be none for the other
+
+    def attended_keys(self, positions: Positions, kv_size: int) -> Named | None:
+        found = (_all_attended(atom, positions, kv_size) for atom in self._atoms)
+        kept = [x for x in found if x is not None]
+        return joined(operator.or_, kept) if len(kept) == 2 else None
+
+    def _of_ranges(self, first: Range, second: Range, size: int) -> Range:
+        """The hull, and of what is full the longer part."""
+        first, second = (everything(0, size) & x for x in (first, second))
+        lo = minimum(*(x.need_lo + where(x.count <= 0, size) for x in (first, second)))
+        hi = maximum(*(where(x.count > 0, x.need_hi) for x in (first, second)))
+        one, other = (x.full_hi - x.full_lo for x in (first, second))
+        full_lo, full_hi = (
+            where(one >= other, a) + where(one < other, b)
+            for a, b in zip(first[1:3], second[1:3], strict=True)
+        )
+        return everything(0, size) & Range(lo, full_lo, full_hi, hi)
+
+    def block_relation(self, tiling: Tiling) -> Relation:
+        first, second = (atom.block_relation(tiling) for atom in self._atoms)
+        return first | second
+
+
+def _all_attended(atom: Atom, positions: Positions, kv_size: int) -> Named | None:
+    """Which keys an atom's queries may attend, with what its limits say."""
+    own = atom.attended_keys(positions, kv_size)
+    found = [] if own is None else [own]
+    for limit in atom.limits.key:
+        limit = limit.squeezed()
+        kept = jnp.arange(kv_size, dtype=jnp.int32) < limit.to((*limit.axes, "s"))
+        found.append(Named(kept, (*limit.axes, "s")))
+    return joined(operator.and_, found)
+
+
+def joined(operation: Callable, arrays: list[Named]) -> Named | None:
+    """An operation of arrays with any axes; None of none."""
+    axes = tuple(dict.fromkeys(a for x in arrays for a in x.axes))
+    if not arrays:
+        return None
+    return Named(functools.reduce(operation, (x.to(axes) for x in arrays)), axes)
+
+
+def named_map(function: Callable, tree):
+    """A function of each `Named` of a tree, in which numbers may stand, too."""
+    return jax.tree.map(lambda x: function(x) if isinstance(x, Named) else x, tree)
+
+
+def without_rows(tree):
+    """A tree of `Named` without arrays of rows, which are None: what ranges may use."""
+    return named_map(lambda x: None if {"t", "s"} & set(x.axes) else x, tree)
+
+
+def _element_axes(tree) -> tuple[str, ...]:
+    """The axes of batch and heads of a tree of `Named`."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, Named)]
+    heads = ("n",) if any("n" in x.axes for x in leaves) else ()
+    return (*batch_axes(leaves), *heads)

@@ -1,0 +1,240 @@
+"""The forward kernel's loop over keys, in one consumer (Shah 2024, 3.1 and 3.2).
+
+Step i of the loop, for keys i and values i - 1, when registers hold p of block i - 1:
+
+    products   qk = q k[i]'      issued in this warpgroup's turn (ping-pong)
+               acc += p v[i-1]   issued right after it
+    softmax    p of block i, from qk, while the second product runs
+    wait       for the second product; values i - 1 have been read
+
+The first block's scores are made before the loop, and the last block's values meet
+their probabilities after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.core import flash2
+from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu.forward_plan import Plan
+from pallas_kernels.mosaic_gpu.forward_program import Program
+from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.program import Where
+from pallas_kernels.program import pairs as pairs_of_block
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLoop:
+    """A warpgroup's rows of a work tile, and the blocks of keys that they attend.
+
+    Blocks are numbered in the order in which the pipelines bring them, over all work
+    tiles. This one's are the `count` blocks from number `first` on:
+
+        block    first    first + running    first + edges    first + count
+        maximum    |   running   |               fixed               |
+        pairs      |        may be masked          |   not masked    |
+
+    Attributes:
+      program: the warpgroup's.
+      spec: with what these rows have loaded.
+      where: these rows lie.
+      blocks: the range of blocks of keys.
+      first: number of the first block.
+      count: how many blocks there are.
+      edges: in how many of them pairs may be masked.
+      running: how many of these are taken with a running maximum.
+      clears_values: whether values of keys that no query attends become 0 here.
+      queries_read: called when no more products read the queries.
+      no_keys: the state of rows that have met no keys.
+    """
+
+    program: Program
+    spec: AttentionSpec
+    where: Where
+    blocks: Range
+    first: Any
+    count: Any
+    edges: Any
+    running: Any
+    clears_values: bool
+    queries_read: Callable[[], None]
+    no_keys: flash2.State
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    def run(self, acc) -> flash2.State:
+        """Goes through the keys.
+
+        Args:
+          acc: where the output is summed, [ROWS, Hv] in registers.
+
+        Returns:
+          The state of the rows after all keys.
+        """
+        first = self.first
+        last = first + self.count - 1
+        scores, value_operand = self._scores(True, first)
+        m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
+        state = m, jnp.sum(p, axis=-1), value_operand(p)
+        running = functools.partial(self._running_step, acc)
+        m, *state = lax.fori_loop(first + 1, first + self.running, running, state)
+        state, shift = tuple(state), flash2.finite(m)
+        if self.plan.one_running:
+            masked = functools.partial(self._fixed_step, acc, True, shift)
+            start, stop = first + self.running, first + self.edges
+            state = lax.fori_loop(start, stop, masked, state)
+        full = functools.partial(self._fixed_step, acc, False, shift)
+        total, p = lax.fori_loop(first + self.edges, last + 1, full, state)
+        self.queries_read()
+        self._prepare_values(last)
+        self._add_values(acc, last, p)
+        self._finish_values(last)
+        return flash2.State(m, total, acc[...])
+
+    def _running_step(self, acc, i, state):
+        """Block i with a running maximum, and the values of the block before it."""
+        i = support.opaque(i)
+        m, total, p = state
+        self._prepare_values(i - 1)
+        scores, value_operand = self._scores(
+            True, i, lambda: self._add_values(acc, i - 1, p)
+        )
+        m, alpha, p = flash2.update(m, scores, self.plan.arithmetic)
+        self._finish_values(i - 1)
+        acc[...] = acc[...] * self._along(alpha, self.plan.heads["d"])
+        total = flash2.add_row_sums(total * alpha, p)
+        return m, total, value_operand(p)
+
+    def _fixed_step(self, acc, masked: bool, shift, i, state):
+        """Block i with a fixed maximum, and the values of the block before it.
+
+        Args:
+          masked: whether pairs of the block may be masked.
+          shift: the fixed maximum of each row.
+        """
+        i = support.opaque(i)
+        total, p = state
+        self._prepare_values(i - 1)
+        scores, value_operand = self._scores(
+            masked, i, lambda: self._add_values(acc, i - 1, p)
+        )
+        shift = self._along(shift, self.plan.block_kv)
+        p = flash2.probabilities(scores, shift, self.plan.arithmetic)
+        total = flash2.add_row_sums(total, p)
+        self._finish_values(i - 1)
+        return total, value_operand(p)
+
+    def _along(self, x: jax.Array, columns: int) -> jax.Array:
+        return self.plan.arithmetic.along(x, -2, (ROWS, columns))
+
+    # Scores.
+
+    def _scores(self, masked: bool, i, before_wait: Callable | None = None):
+        """Scores of block i.
+
+        Args:
+          masked: whether pairs of the block may be masked.
+          before_wait: issues products that run on after those of queries and keys.
+
+        Returns:
+          The scores, and a function that makes the operand which meets the values of
+          probabilities.
+        """
+        # What is in global memory comes while the products are made.
+        pairs = self._pairs(masked, i) if self.plan.loads_first else None
+        qk = self._products(i, before_wait)
+        pairs = self._pairs(masked, i) if pairs is None else pairs
+        value_operand = functools.partial(_value_operand, pairs, self.program.v.dtype)
+        return pairs.scores_of(qk, self.program.q.dtype), value_operand
+
+    def _products(self, i, before_wait: Callable | None = None) -> jax.Array:
+        """Products of the queries and the keys of block i."""
+        refs, me = self.program.refs, self.program.warpgroup
+        ping_pong = self.plan.ping_pong
+
+        def issue(qk):
+            refs.k.wait(i)
+            ping_pong.wait(me)
+            queries = refs.q.ref.at[support.keep_in_loop(me, i)]
+            plgpu.wgmma(qk, queries, support.transposed(refs.k.at(i).ref))
+            if before_wait is not None:
+                before_wait()
+            ping_pong.pass_on(me)
+            wait_n = 0 if before_wait is None else 1
+            return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
+
+        shape = ROWS, self.plan.block_kv
+        qk = pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+        refs.k.release(i)
+        return qk
+
+    def _pairs(self, masked: bool, i) -> Pairs:
+        """The pairs of these rows and block i, with what they have loaded."""
+        plan, pipeline = self.plan, self.program.refs.pair_values
+        keys = self._keys_at(i)
+        if pipeline is None:
+            return pairs_of_block(self.spec, keys, ("t", "s"), masked, plan.launch)
+        use = i * plan.consumers + self.program.warpgroup
+        pipeline.wait(use)
+        spec = prefetch.with_pair_tile(self.spec, pipeline.at(use).ref)
+        pairs = pairs_of_block(spec, keys, ("t", "s"), masked, plan.launch)
+        pipeline.release(use, loaded=True)
+        return pairs
+
+    def _keys_at(self, i) -> Where:
+        """Where these rows and the keys of block i lie."""
+        block = self.blocks.at(i - self.first)[1]
+        return self.program.keys_at(self.where, block)
+
+    # Values.
+
+    def _prepare_values(self, i) -> None:
+        """Clears values of block i whose keys no query attends, if this pass does so.
+
+        One warpgroup does it for all.
+        """
+        if not self.clears_values:
+            return
+        values = self.program.refs.v
+        values.wait(i)
+        tile = values.at(i).ref
+        is_first = self.program.warpgroup == 0
+        pl.when(is_first)(lambda: clear_keys.clear(tile, self._attended_keys(i)))
+        self.plan.values_cleared.sync()
+
+    def _attended_keys(self, i) -> jax.Array:
+        """Which keys of block i some query may attend, [block_kv]."""
+        keys, size = self.program.spec.keys, self.plan.layout.size["s"]
+        return clear_keys.attended_keys(self.spec, keys, self._keys_at(i), size)
+
+    def _add_values(self, acc, i, p) -> None:
+        """Issues the product of probabilities and values of block i."""
+        values = self.program.refs.v
+        if not self.clears_values:
+            values.wait(i)
+        plgpu.wgmma(acc, p, values.at(i).ref)
+
+    def _finish_values(self, i) -> None:
+        """Waits for the product with values of block i, and releases their stage."""
+        plgpu.wgmma_wait(0)
+        self.program.refs.v.release(i)
+
+
+def _value_operand(pairs: Pairs, dtype, p: jax.Array) -> jax.Array:
+    """What meets the values: probabilities after dropout, in their type."""
+    return pairs.drop(p).astype(dtype)
