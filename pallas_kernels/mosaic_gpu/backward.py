@@ -62,7 +62,7 @@ from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import gradients
 from pallas_kernels.mosaic_gpu.backward_consumer import compute
-from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Shared
+from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Refs
 from pallas_kernels.mosaic_gpu.gradients import Inputs, Saved
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
@@ -99,7 +99,7 @@ def backward(
         _kernel,
         inputs,
         [of_sums, *(division.partial(x, layout.parts) for x in of_kv)],
-        shared=Shared.declare(plan),
+        refs=Refs.declare(plan),
         name="flash2_backward",
     )
     if spec.is_part or count > 1:
@@ -123,7 +123,7 @@ def _of_written(dq: Named, met: Named) -> Named:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.of(plan, inputs, outputs, Shared.bind(plan, refs))
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _produce, compute)
 
 
@@ -147,15 +147,15 @@ def _add(program: Program, first: int) -> None:
 
 def _add_tile(program: Program, tile) -> None:
     """Adds dq of a work tile to global memory, after the additions that come first."""
-    shared, tiles, count = program.shared, program.tiles, program.plan.dq_accumulators
+    refs, tiles, count = program.refs, program.tiles, program.plan.dq_accumulators
     accumulator, before = tiles.turn(tile, count)
     here = tiles.at(tile)
     semaphore = program.semaphores.at[tiles.number(tile) * count + accumulator]
     here = {**here, _ACCUMULATOR: accumulator}
     stage = program.dq_stage(tile)
-    dq, source = program.outputs[0], shared.dq.at[stage]
+    dq, source = program.outputs[0], refs.dq.copied.at[stage]
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
-    plgpu.barrier_wait(shared.dq_made.at[stage])
+    plgpu.barrier_wait(refs.dq_full.at[stage])
 
     @pl.when(before == 0)
     def _():
@@ -166,6 +166,6 @@ def _add_tile(program: Program, tile) -> None:
         plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(shared.dq_added.at[stage])
+    plgpu.barrier_arrive(refs.dq_empty.at[stage])
     plgpu.wait_smem_to_gmem(0)
     plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
