@@ -91,21 +91,25 @@ def backward(
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
     plan = Plan.of(inputs, outputs, launch)
-    layout, of_q, of_kv = plan.layout, outputs[0], outputs[1:]
+    layout, dq_struct, dkv_structs = plan.layout, outputs[0], outputs[1:]
     count = plan.dq_accumulators
-    of_sums = division.partial(of_q, {_ACCUMULATOR: count} if count > 1 else {})
+    accumulators = {_ACCUMULATOR: count} if count > 1 else {}
+    results = [
+        division.partial(dq_struct, accumulators),
+        *(division.partial(x, layout.parts) for x in dkv_structs),
+    ]
     inputs = inputs.with_visits(layout)
     dq, *dkv = plan.call(
         _kernel,
         inputs,
-        [of_sums, *(division.partial(x, layout.parts) for x in of_kv)],
+        results,
         refs=Refs.declare(plan),
         name="flash2_backward",
     )
     if spec.is_part or count > 1:
         met = blocks_of_keys_met(spec, layout.size, layout.rows, inputs.visits)
         dq = _of_written(dq, met).summed([_ACCUMULATOR])
-    return dq.to(of_q.axes), *division.summed(dkv, of_kv)
+    return dq.to(dq_struct.axes), *division.summed(dkv, dkv_structs)
 
 
 def _of_written(dq: Named, met: Named) -> Named:

@@ -22,12 +22,8 @@ from pallas_kernels.mosaic_gpu.gradients import (
     F32,
     Inputs,
     KeyProgram,
-    OfOutputs,
-    OfQueries,
-    declare_keys_full,
-    declare_vectors,
+    declare_stages,
 )
-from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
@@ -51,7 +47,7 @@ class Plan(gradients.Plan):
 
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
-        spec, operands = inputs.spec, inputs.and_outputs(outputs)
+        spec, operands = inputs.spec, inputs.with_outputs(outputs)
         alike = tuning.blocks_alike(spec)
         layout = memory.Layout.of(
             "dkv", operands, launch, by_block=True, blocks_alike=alike
@@ -197,30 +193,24 @@ class Refs:
             shape = count, size
             return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
 
-        q = OfQueries(tile("h", plan.stages, rows, "t"), declare_vectors(plan))
-        do = OfOutputs(tile("d", plan.stages, rows, "t"), declare_vectors(plan))
-        of_q, of_do = (Pipeline.declare(x, plan.stages, consumers) for x in (q, do))
+        q = tile("h", plan.stages, rows, "t")
+        do = tile("d", plan.stages, rows, "t")
         # Parts of dk and dv in float32 pass through dq, too.
-        of_dq = math.gcd(swizzled["h"], *(memory.head_elements(size[x]) for x in "hd"))
+        parts = (memory.head_elements(size[x]) for x in "hd")
+        dq_swizzled = math.gcd(swizzled["h"], *parts)
         dq_shape = plan.dq_stages, rows, plan.width["h"]
         # Both operands of a product have one swizzle.
         dz = support.tile((plan.dz_stages, keys, rows), plan.dtype, swizzled["h"])
         barriers = functools.partial(plgpu.Barrier, num_barriers=plan.dq_stages)
         return cls(
-            delta=do.delta,
-            do=do.do,
-            do_full=of_do.full,
-            do_empty=of_do.empty,
-            dq=Tile(support.tile(dq_shape, F32, of_dq)),
+            **declare_stages(plan, q, do),
+            do=do,
+            dq=Tile(support.tile(dq_shape, F32, dq_swizzled)),
             dq_full=barriers(num_arrivals=consumers),
             dq_empty=barriers(num_arrivals=1),
             dz=Tile(dz),
             k=tile("h", 1, keys, "s"),
-            keys_full=declare_keys_full(),
-            lse=q.lse,
-            q=q.q,
-            q_full=of_q.full,
-            q_empty=of_q.empty,
+            q=q,
             v=tile("d", 1, keys, "s"),
         )
 

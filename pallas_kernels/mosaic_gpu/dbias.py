@@ -69,7 +69,7 @@ def dbias(
       summed: axes of batch and heads that it lacks.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = layout_of(inputs.and_outputs([output]), launch, summed)
+    layout = layout_of(inputs.with_outputs([output]), launch, summed)
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
@@ -93,7 +93,7 @@ class Plan(gradients.Plan):
     bias: Any
 
 
-class OfProduct(NamedTuple):
+class ProductStage(NamedTuple):
     """The operands of a product: rows of q or of do, and of k or of v."""
 
     rows: Any
@@ -125,7 +125,7 @@ class Refs:
         consumers, stages = plan.consumers, plan.stages
         rows = plan.tile("h", stages, plan.block_q, along="t")
         keys = plan.tile("h", stages, plan.block_kv, along="s")
-        pipeline = Pipeline.declare(OfProduct(rows, keys), stages, readers=consumers)
+        pipeline = Pipeline.declare(ProductStage(rows, keys), stages, readers=consumers)
         bias = bias_full = None
         if plan.bias is not None:
             bias = Tile(support.tile((consumers, ROWS, plan.block_kv), plan.bias))
@@ -170,13 +170,13 @@ class Program:
 
     @property
     def pipeline(self) -> Pipeline:
-        """Of `OfProduct`, two stages for each element."""
+        """Of `ProductStage`, two stages for each element."""
         refs = self.refs
-        tiles = OfProduct(refs.rows, refs.keys)
+        tiles = ProductStage(refs.rows, refs.keys)
         return Pipeline(tiles, refs.full, refs.empty, self.plan.stages)
 
     @property
-    def of_keys(self) -> Where:
+    def key_rows(self) -> Where:
         """The keys of its tile."""
         return {"s": Rows(self.tile["s"].start, self.plan.block_kv)}
 
@@ -188,7 +188,7 @@ class Program:
         """An element: the spec, where it is, and its block of keys, if it needs any."""
         layout = self.plan.layout
         spec, here, _, needed = element(spec, self.where, layout, index)
-        return spec, {**here, **self.of_keys}, needed
+        return spec, {**here, **self.key_rows}, needed
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
@@ -208,8 +208,8 @@ def _load(program: Program) -> None:
 
         @pl.when(count > 0)
         def _():
-            program.pipeline.fill(i, OfProduct(q.at(here), k.at(here)))
-            program.pipeline.fill(i + 1, OfProduct(saved.do.at(here), v.at(here)))
+            program.pipeline.fill(i, ProductStage(q.at(here), k.at(here)))
+            program.pipeline.fill(i + 1, ProductStage(saved.do.at(here), v.at(here)))
 
         return i + 2 * count
 
@@ -236,7 +236,8 @@ class Consumer(gradients.Consumer):
         """Loads its part of the bias, if that comes in tiles."""
         me, refs, spec = program.warpgroup, program.refs, program.spec
         rows = pl.ds(me * ROWS, ROWS)
-        where = program.with_rows({**program.where, **program.of_keys}, me * ROWS, ROWS)
+        where = {**program.where, **program.key_rows}
+        where = program.with_rows(where, me * ROWS, ROWS)
         if program.plan.bias is not None:
             view, *_ = prefetch.pair_values(spec)
             tile, full = refs.bias.ref.at[me], refs.bias_full.at[me]

@@ -40,13 +40,9 @@ from pallas_kernels.mosaic_gpu.gradients import (
     F32,
     Inputs,
     KeyProgram,
-    OfOutputs,
-    OfQueries,
     Saved,
-    declare_keys_full,
-    declare_vectors,
+    declare_stages,
 )
-from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import query_head
 
@@ -70,7 +66,7 @@ def dkv(
       outputs: shape structs of dk and dv.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = memory.Layout.of("dkv", inputs.and_outputs(outputs), launch)
+    layout = memory.Layout.of("dkv", inputs.with_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
     in_float32 = results[0].dtype != k.dtype
     plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)
@@ -161,25 +157,17 @@ class Refs:
         def pairs(head: str) -> Tile:  # both operands of a product have one swizzle
             return Tile(support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head]))
 
-        q = OfQueries(queries("h"), declare_vectors(plan))
-        do = OfOutputs(queries("d"), declare_vectors(plan))
-        of_q, of_do = (Pipeline.declare(x, stages, _CONSUMERS) for x in (q, do))
+        q, do = queries("h"), queries("d")
         barriers = functools.partial(plgpu.Barrier, num_barriers=_CONSUMERS)
         return cls(
-            delta=do.delta,
-            do_or_dv=do.do,
-            do_full=of_do.full,
-            do_empty=of_do.empty,
+            **declare_stages(plan, q, do),
+            do_or_dv=do,
             dz=pairs("h"),
             k=tile("h", 1, keys),
-            keys_full=declare_keys_full(),
-            lse=q.lse,
             p=pairs("d"),
             pairs_full=barriers(num_arrivals=1),
             pairs_empty=barriers(num_arrivals=_CONSUMERS),
-            q_or_dk=q.q,
-            q_full=of_q.full,
-            q_empty=of_q.empty,
+            q_or_dk=q,
             v=tile("d", 1, keys),
         )
 

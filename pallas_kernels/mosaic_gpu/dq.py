@@ -57,7 +57,7 @@ def dq(
       output: shape struct of dq.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    operands, by_block = inputs.and_outputs([output]), spec.traits.cost_grows
+    operands, by_block = inputs.with_outputs([output]), spec.traits.cost_grows
     layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(

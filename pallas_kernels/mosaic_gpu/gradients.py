@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     saved: Saved
     visits: Visits | None = None
 
-    def and_outputs(self, outputs: Sequence[Named]) -> list[Named]:
+    def with_outputs(self, outputs: Sequence[Named]) -> list[Named]:
         """All operands of a call, from which a layout is made."""
         arrays = self.q, self.k, self.v
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
@@ -277,28 +277,38 @@ def has_edges(needed: Range) -> bool:
 # Thread blocks that own keys.
 
 
-class OfQueries(NamedTuple):
+class QueryStage(NamedTuple):
     """What the first products of a work tile need: queries, and their log-sum-exps."""
 
     q: Any
     lse: Any
 
 
-class OfOutputs(NamedTuple):
+class OutputStage(NamedTuple):
     """What the second ones need: the gradients of outputs, and delta."""
 
     do: Any
     delta: Any
 
 
-def declare_vectors(plan: Plan) -> Tile:
-    """A vector of the queries of each stage."""
-    return Tile(plgpu.SMEM((plan.stages, plan.block_q), F32))
+def declare_stages(plan: Plan, q: Tile, do: Tile) -> dict[str, Any]:
+    """Fields that every `Refs` of such a thread block has beside its tiles.
 
-
-def declare_keys_full():
-    """The barrier at which the keys and values of a thread block arrive."""
-    return plgpu.Barrier(num_barriers=(), num_arrivals=2)
+    These are the vectors and barriers of two pipelines, of `QueryStage` and of
+    `OutputStage`, and the barrier at which the thread block's keys and values arrive.
+    """
+    vector = Tile(plgpu.SMEM((plan.stages, plan.block_q), F32))
+    stages = QueryStage(q, vector), OutputStage(do, vector)
+    first, second = (Pipeline.declare(x, plan.stages, plan.consumers) for x in stages)
+    return {
+        "lse": vector,
+        "q_full": first.full,
+        "q_empty": first.empty,
+        "delta": vector,
+        "do_full": second.full,
+        "do_empty": second.empty,
+        "keys_full": plgpu.Barrier(num_barriers=(), num_arrivals=2),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,16 +352,16 @@ class KeyProgram:
 
     @property
     def query_pipeline(self) -> Pipeline:
-        """Of `OfQueries`, a work tile a stage."""
+        """Of `QueryStage`, a work tile a stage."""
         refs = self.refs
-        tiles = OfQueries(refs.q, refs.lse)
+        tiles = QueryStage(refs.q, refs.lse)
         return Pipeline(tiles, refs.q_full, refs.q_empty, self.plan.stages)
 
     @property
     def do_pipeline(self) -> Pipeline:
-        """Of `OfOutputs`, likewise."""
+        """Of `OutputStage`, likewise."""
         refs = self.refs
-        tiles = OfOutputs(refs.do, refs.delta)
+        tiles = OutputStage(refs.do, refs.delta)
         return Pipeline(tiles, refs.do_full, refs.do_empty, self.plan.stages)
 
     def lse(self, pairs: Pairs, tile) -> jax.Array:
@@ -386,7 +396,7 @@ def load(program: KeyProgram) -> None:
     @pl.loop(0, program.tiles.count)
     def _(tile):
         here = program.tiles.at(tile)
-        queries = OfQueries(q.at(here), saved.lse.at(here))
+        queries = QueryStage(q.at(here), saved.lse.at(here))
         program.query_pipeline.fill(tile, queries)
-        outputs = OfOutputs(saved.do.at(here), saved.delta.at(here))
+        outputs = OutputStage(saved.do.at(here), saved.delta.at(here))
         program.do_pipeline.fill(tile, outputs)
