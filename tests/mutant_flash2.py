@@ -171,14 +171,14 @@ MUTANTS = [
         ),
         (
             "a sink that joins no parts",
-            "tiles, log = merge(((x,) for x in tiles), (log,), joint)",
-            "tiles, log = merge(((x,) for x in tiles), (log,))",
+            "pieces, log = _merged(((x,) for x in pieces), (log,), joint)",
+            "pieces, log = _merged(((x,) for x in pieces), (log,))",
             PARTS,
         ),
         (
             "of many parts the last ones alone",
-            "return merge(zip(state[0], tiles, strict=True), (state[1], logs[0]))",
-            "return tiles, logs[0]",
+            "return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))",
+            "return pieces, logs[0]",
             "tests/test_division.py -k many_parts",
         ),
     ),

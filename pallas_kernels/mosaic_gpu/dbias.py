@@ -307,6 +307,7 @@ def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         pipeline.release(i + 1)
         pulled = again.pull(dp, again.pairs.along(delta, "t"))
-        return total + pulled.operand("bias", qk)
+        (name,) = spec.score.operands
+        return total + pulled.operand(name, qk)
 
     return pl.run_scoped(gradient, plan.accumulator, plan.accumulator)
