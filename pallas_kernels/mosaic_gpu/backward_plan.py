@@ -184,12 +184,11 @@ class Refs:
         if not plan.pipelines_scores:  # a consumer makes some columns of dq
             swizzled["h"] = math.gcd(swizzled["h"], plan.width["h"] // consumers)
 
-        def tile(head: str, count: int, size: int, along: str) -> Tile:
-            shape = count, size
-            return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
+        def rows_of(head: str, *shape: int, along: str) -> Tile:
+            return plan.head_tile(head, *shape, swizzled=swizzled[head], along=along)
 
-        q = tile("h", plan.stages, rows, "t")
-        do = tile("d", plan.stages, rows, "t")
+        q = rows_of("h", plan.stages, rows, along="t")
+        do = rows_of("d", plan.stages, rows, along="t")
         # Parts of dk and dv in float32 pass through dq, too.
         parts = (memory.head_elements(size[x]) for x in "hd")
         dq_swizzled = math.gcd(swizzled["h"], *parts)
@@ -204,9 +203,9 @@ class Refs:
             dq_full=barriers(num_arrivals=consumers),
             dq_empty=barriers(num_arrivals=1),
             dz=Tile(dz),
-            k=tile("h", 1, keys, "s"),
+            k=rows_of("h", 1, keys, along="s"),
             q=q,
-            v=tile("d", 1, keys, "s"),
+            v=rows_of("d", 1, keys, along="s"),
         )
 
 
