@@ -90,8 +90,8 @@ MUTANTS = [
         ),
         (
             "the first element's keys for all",
-            "rows=saved.do.at(here), keys=v.at(here))",
-            "rows=saved.do.at(here), keys=v.at(program.where | program.of_keys))",
+            "saved.do.at(here), v.at(here))",
+            "saved.do.at(here), v.at(program.where | program.key_rows))",
             OF_BIAS,
         ),
     ),
@@ -132,14 +132,14 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/dkv.py",
         (
             "dk of probabilities",
-            "shared.dz.at[slot], q_own",
-            "shared.p.at[slot], q_own",
+            "refs.dz.ref.at[slot], q_own",
+            "refs.p.ref.at[slot], q_own",
             APART,
         ),
         (
             "parts of dk in the place of those of dv",
-            '(refs["dk"], refs["dv"])',
-            '(refs["dv"], refs["dv"])',
+            "_result(self.q_or_dk, self.k)",
+            "_result(self.do_or_dv, self.k)",
             "tests/test_mosaic_interpreted.py -m '' -k parts_of_gradients_apart",
         ),
     ),
@@ -426,7 +426,7 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/backward.py",
         (
             "parts of a division left apart",
-            "division.summed(dkv, of_kv)",
+            "division.summed(dkv, dkv_structs)",
             "[x.value for x in dkv]",
             DIVIDED,
         ),

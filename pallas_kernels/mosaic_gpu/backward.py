@@ -62,7 +62,7 @@ from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import gradients
 from pallas_kernels.mosaic_gpu.backward_consumer import compute
-from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Shared
+from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Refs
 from pallas_kernels.mosaic_gpu.gradients import Inputs, Saved
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
@@ -91,21 +91,25 @@ def backward(
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
     plan = Plan.of(inputs, outputs, launch)
-    layout, of_q, of_kv = plan.layout, outputs[0], outputs[1:]
+    layout, dq_struct, dkv_structs = plan.layout, outputs[0], outputs[1:]
     count = plan.dq_accumulators
-    of_sums = division.partial(of_q, {_ACCUMULATOR: count} if count > 1 else {})
+    accumulators = {_ACCUMULATOR: count} if count > 1 else {}
+    results = [
+        division.partial(dq_struct, accumulators),
+        *(division.partial(x, layout.parts) for x in dkv_structs),
+    ]
     inputs = inputs.with_visits(layout)
     dq, *dkv = plan.call(
         _kernel,
         inputs,
-        [of_sums, *(division.partial(x, layout.parts) for x in of_kv)],
-        shared=Shared.declare(plan),
+        results,
+        refs=Refs.declare(plan),
         name="flash2_backward",
     )
     if spec.is_part or count > 1:
         met = blocks_of_keys_met(spec, layout.size, layout.rows, inputs.visits)
         dq = _of_written(dq, met).summed([_ACCUMULATOR])
-    return dq.to(of_q.axes), *division.summed(dkv, of_kv)
+    return dq.to(dq_struct.axes), *division.summed(dkv, dkv_structs)
 
 
 def _of_written(dq: Named, met: Named) -> Named:
@@ -123,7 +127,7 @@ def _of_written(dq: Named, met: Named) -> Named:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.of(plan, inputs, outputs, Shared.bind(plan, refs))
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _produce, compute)
 
 
@@ -147,15 +151,15 @@ def _add(program: Program, first: int) -> None:
 
 def _add_tile(program: Program, tile) -> None:
     """Adds dq of a work tile to global memory, after the additions that come first."""
-    shared, tiles, count = program.shared, program.tiles, program.plan.dq_accumulators
+    refs, tiles, count = program.refs, program.tiles, program.plan.dq_accumulators
     accumulator, before = tiles.turn(tile, count)
     here = tiles.at(tile)
     semaphore = program.semaphores.at[tiles.number(tile) * count + accumulator]
     here = {**here, _ACCUMULATOR: accumulator}
     stage = program.dq_stage(tile)
-    dq, source = program.outputs[0], shared.dq.at[stage]
+    dq, source = program.outputs[0], refs.dq.copied.at[stage]
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
-    plgpu.barrier_wait(shared.dq_made.at[stage])
+    plgpu.barrier_wait(refs.dq_full.at[stage])
 
     @pl.when(before == 0)
     def _():
@@ -166,6 +170,6 @@ def _add_tile(program: Program, tile) -> None:
         plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(shared.dq_added.at[stage])
+    plgpu.barrier_arrive(refs.dq_empty.at[stage])
     plgpu.wait_smem_to_gmem(0)
     plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")

@@ -22,6 +22,7 @@ from pallas_kernels.layout import Rows, load_tree
 from pallas_kernels.mosaic_gpu import clear_keys, gradients, prefetch, support
 from pallas_kernels.mosaic_gpu.backward_plan import Program
 from pallas_kernels.mosaic_gpu.gradients import F32
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, query_head
 
@@ -53,13 +54,13 @@ class Consumer(gradients.Consumer):
 
         They are addressed anew for every work tile `number`.
         """
-        first, shared = support.keep_in_loop(0, number), self.shared
-        k_block = shared.k.at[first]
-        return k_block, k_block.at[self.rows], shared.v.at[first, self.rows]
+        first, refs = support.keep_in_loop(0, number), self.refs
+        k_block = refs.k.ref.at[first]
+        return k_block, k_block.at[self.rows], refs.v.ref.at[first, self.rows]
 
     def issue_scores(self, qk_acc, number, k) -> None:
         """Issues the product of its keys and the queries of a work tile."""
-        q = self.shared.pipeline.tile("q", number)
+        q = self.program.query_pipeline.at(number).q.ref
         plgpu.wgmma(qk_acc, k, support.transposed(q))
 
     def place(self, number) -> Where:
@@ -106,8 +107,8 @@ class WorkTile:
 
     @classmethod
     def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
-        program, pipeline = consumer.program, consumer.shared.pipeline
-        layout, tiles = consumer.plan.layout, program.tiles
+        program, layout = consumer.program, consumer.plan.layout
+        tiles = program.tiles
         k_block, k, v = consumer.keys_and_values(number)
         where, masked = consumer.place(number), tiles.masked(number)
         spec, _, _ = query_head(consumer.spec, consumer.where, layout, where["n"])
@@ -116,8 +117,8 @@ class WorkTile:
             k_block=k_block,
             k=k,
             v=v,
-            q=pipeline.tile("q", number),
-            do=pipeline.tile("do", number),
+            q=program.query_pipeline.at(number).q.ref,
+            do=program.do_pipeline.at(number).do.ref,
             dz=program.dz(number),
             dq_stage=program.dq_stage(number),
             spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
@@ -130,14 +131,14 @@ class WorkTile:
 
 def compute(program: Program) -> None:
     """The role of a consumer: dk and dv of its keys, and its parts of dq."""
-    plan, shared = program.plan, program.shared
+    plan, refs = program.plan, program.refs
     consumer = Consumer.start(program)
-    plgpu.barrier_wait(shared.keys_loaded)
+    plgpu.barrier_wait(refs.keys_full)
     if plan.drops_keys:
         size, kept = plan.layout.size["s"], program.inputs.spec.keys
         attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
-        for tile in (shared.k, shared.v):
-            clear_keys.clear(tile.at[0, consumer.rows], attended)
+        for operand in (refs.k, refs.v):
+            clear_keys.clear(operand.ref.at[0, consumer.rows], attended)
     accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
@@ -170,7 +171,7 @@ def _scores(consumer: Consumer, number) -> jax.Array:
         consumer.issue_scores(qk_acc, number, k)
         return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
 
-    consumer.shared.pipeline.wait("q", number)
+    consumer.program.query_pipeline.wait(number)
     return pl.run_scoped(product, consumer.plan.accumulator)
 
 
@@ -207,10 +208,10 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
     @pl.when(number >= plan.dq_stages)
     def _():
-        plgpu.barrier_wait(program.shared.dq_added.at[tile.dq_stage])
+        plgpu.barrier_wait(program.refs.dq_empty.at[tile.dq_stage])
 
     plgpu.wgmma_wait(0)
-    program.shared.pipeline.release("do", number)
+    program.do_pipeline.release(number)
     dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.accumulator] * pipelined
     qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
     return qk, prefetched
@@ -218,8 +219,8 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
 def _wait_for_next(consumer: Consumer, tile: WorkTile) -> None:
     """Until the queries of the next work tile are there."""
-    pipeline = consumer.shared.pipeline
-    pl.when(tile.has_next)(lambda: pipeline.wait("q", tile.next))
+    pipeline = consumer.program.query_pipeline
+    pl.when(tile.has_next)(lambda: pipeline.wait(tile.next))
 
 
 def _issue_dv(consumer: Consumer, dv_acc, tile: WorkTile, p: jax.Array) -> None:
@@ -235,11 +236,11 @@ def _pairs_overlapped(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
     """p and dz of a work tile. The product for dp runs beside the exponents."""
     del dv_acc
     program = consumer.program
-    program.shared.pipeline.wait("do", tile.number)
+    program.do_pipeline.wait(tile.number)
     plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
     again = _recompute(consumer, tile, qk)
     p = again.dropped
-    delta = program.along_queries("delta", again.pairs, tile.number)
+    delta = program.delta(again.pairs, tile.number)
     if program.plan.overlaps_exponents:
         # The compiler moves nothing across this branch: exponents are computed while
         # the product runs, and not after it.
@@ -258,11 +259,11 @@ def _pairs_in_sequence(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
     again = _recompute(consumer, tile, qk)
     again = again._replace(p=again.p.astype(program.plan.dtype).astype(F32))
     p = again.dropped.astype(program.plan.dtype)
-    program.shared.pipeline.wait("do", tile.number)
+    program.do_pipeline.wait(tile.number)
     _issue_dv(consumer, dv_acc, tile, p)
     plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = program.along_queries("delta", again.pairs, tile.number)
+    delta = program.delta(again.pairs, tile.number)
     return None, again.dz(dp, delta)
 
 
@@ -277,17 +278,17 @@ def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
     Returns:
       That product, or a number in its place.
     """
-    program, shared = consumer.program, consumer.shared
+    program, refs = consumer.program, consumer.refs
     part, me = program.plan.dq_part, program.warpgroup
     dz, k = part.operands(me, tile.dz, tile.k_block)
     plgpu.wgmma(dq_acc, support.transposed(dz), k)
     for accumulator in qk_acc:
         consumer.issue_scores(accumulator, tile.next, tile.k)
     dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(qk_acc))
-    pl.when(tile.has_next)(lambda: shared.pipeline.release("q", tile.number))
-    part.of(me, shared.dq.at[tile.dq_stage])[...] = dq
+    pl.when(tile.has_next)(lambda: program.query_pipeline.release(tile.number))
+    part.of(me, refs.dq.ref.at[tile.dq_stage])[...] = dq
     plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.dq_made.at[tile.dq_stage])
+    plgpu.barrier_arrive(refs.dq_full.at[tile.dq_stage])
     loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_acc]
     return loaded[0] if loaded else tile.number
 
@@ -300,25 +301,25 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     Args:
       dk, dv: what `_walk` gave.
     """
-    program, shared, me = consumer.program, consumer.shared, consumer.program.warpgroup
+    program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
     _, dk_out, dv_out = program.outputs
     in_float32 = consumer.plan.in_float32
     if in_float32:
 
         @pl.when(program.tiles.count > me)
         def _():
-            plgpu.barrier_wait(shared.dq_added.at[me])
+            plgpu.barrier_wait(refs.dq_empty.at[me])
 
-    def store(tile, copied, gradient, out):
-        place = (0, consumer.rows)
+    def store(operand: Tile, gradient, out):
+        part = operand.at((0, consumer.rows))
         if in_float32:
-            tile, copied, place = shared.dq, shared.dq_copied, (me, pl.ds(0, ROWS))
-        tile.at[place][...] = gradient.astype(out.dtype)
+            part = refs.dq.at((me, pl.ds(0, ROWS)))
+        part.ref[...] = gradient.astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(copied.at[place], out.at(consumer.where))
+        plgpu.copy_smem_to_gmem(part.copied, out.at(consumer.where))
 
-    store(shared.k, shared.k_copied, dk * program.spec.gradient_unit, dk_out)
+    store(refs.k, dk * program.spec.gradient_unit, dk_out)
     if in_float32:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    store(shared.v, shared.v_copied, dv * program.spec.dropout_scale, dv_out)
+    store(refs.v, dv * program.spec.dropout_scale, dv_out)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import gradients, memory, support, tuning
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, KeyProgram
+from pallas_kernels.mosaic_gpu.gradients import (
+    F32,
+    Inputs,
+    KeyProgram,
+    declare_stages,
+)
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 
@@ -40,21 +46,21 @@ class Plan(gradients.Plan):
 
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
-        spec, operands = inputs.spec, inputs.and_outputs(outputs)
+        spec, operands = inputs.spec, inputs.with_outputs(outputs)
         alike = tuning.blocks_alike(spec)
         layout = memory.Layout.of(
             "dkv", operands, launch, by_block=True, blocks_alike=alike
         )
-        dtype = inputs.q.dtype
+        dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
         return cls(
             launch,
             layout,
-            launch.blocks.block_kv // ROWS,
-            dtype,
-            tuning.sums_of_dq(spec, layout),
-            bool(layout.parts) or outputs[1].dtype != dtype,
-            spec.drops_keys,
-            _overlaps_exponents(layout, spec),
+            consumers=launch.blocks.block_kv // ROWS,
+            dtype=dtype,
+            dq_accumulators=tuning.sums_of_dq(spec, layout),
+            in_float32=bool(layout.parts) or outputs[1].dtype != dtype,
+            drops_keys=spec.drops_keys,
+            overlaps_exponents=tuning.waits_early(width, spec),
         )
 
     @property
@@ -90,10 +96,6 @@ class Plan(gradients.Plan):
         if self.block_q == ROWS * self.consumers:
             return RowsOfDq(self.width["h"])
         return ColumnsOfDq(self.block_q, self.width["h"] // self.consumers)
-
-
-def _overlaps_exponents(layout: memory.Layout, spec: AttentionSpec) -> bool:
-    return tuning.waits_early(tuning.head_tiles(layout.size), spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,65 +136,76 @@ class ColumnsOfDq:
         return dq.at[:, pl.ds(consumer * self.columns, self.columns)]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shared(gradients.KeyShared):
-    """Shared memory of a thread block.
+class Refs:
+    """Shared memory of a thread block: the order of the fields is that of addresses.
 
     Attributes:
-      dz: [dz_stages, block_kv, block_q], the gradient of the scores, transposed.
-      dq: [dq_stages, block_q, H] in float32, blocks of dq on their way to global
-        memory. Where dk and dv are in float32, they leave from here, too.
-      dq_copied: the same memory as TMA copies it.
-      dq_made: for each stage of dq, the barrier at which all consumers say that they
-        have written their parts.
-      dq_added: for each stage, the barrier at which the adding warp says that TMA has
-        read the block.
+      delta: [block_q] in each stage.
+      do: [block_q, Hv] in each stage.
+      do_full, do_empty: barriers of the stages of do and delta (`pipeline.Pipeline`).
+      dq: blocks of dq on their way to global memory, [block_q, H] in float32 in each
+        stage of dq. Where dk and dv are in float32, they leave from here, too.
+      dq_full: a barrier for each stage of dq, at which every consumer arrives when it
+        has written its part.
+      dq_empty: a barrier for each stage of dq, at which the warp that adds it arrives
+        when TMA has read it.
+      dz: the gradient of the scores, transposed, [block_kv, block_q] in each stage of
+        dz.
+      k: [1, block_kv, H].
+      keys_full: the barrier at which k and v arrive.
+      lse: [block_q] in each stage.
+      q: [block_q, H] in each stage.
+      q_full, q_empty: barriers of the stages of q and lse.
+      v: [1, block_kv, Hv].
     """
 
-    dz: Any
-    dq: Any
-    dq_copied: Any
-    dq_made: Any
-    dq_added: Any
+    delta: Tile
+    do: Tile
+    do_full: Any
+    do_empty: Any
+    dq: Tile
+    dq_full: Any
+    dq_empty: Any
+    dz: Tile
+    k: Tile
+    keys_full: Any
+    lse: Tile
+    q: Tile
+    q_full: Any
+    q_empty: Any
+    v: Tile
 
     @classmethod
-    def declare(cls, plan: Plan) -> dict[str, Any]:
+    def declare(cls, plan: Plan) -> Refs:
         size, rows, keys = plan.layout.size, plan.block_q, plan.block_kv
-        swizzled = dict(plan.swizzled)
+        swizzled, consumers = dict(plan.swizzled), plan.consumers
         if not plan.pipelines_scores:  # a consumer makes some columns of dq
-            columns = plan.width["h"] // plan.consumers
-            swizzled["h"] = math.gcd(swizzled["h"], columns)
+            swizzled["h"] = math.gcd(swizzled["h"], plan.width["h"] // consumers)
 
-        def tile(head: str, count: int, rows: int, along: str):
-            shape = count, rows
-            return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
+        def rows_of(head: str, *shape: int, along: str) -> Tile:
+            return plan.head_tile(head, *shape, swizzled=swizzled[head], along=along)
 
+        q = rows_of("h", plan.stages, rows, along="t")
+        do = rows_of("d", plan.stages, rows, along="t")
         # Parts of dk and dv in float32 pass through dq, too.
-        of_dq = math.gcd(swizzled["h"], *(memory.head_elements(size[x]) for x in "hd"))
+        parts = (memory.head_elements(size[x]) for x in "hd")
+        dq_swizzled = math.gcd(swizzled["h"], *parts)
+        dq_shape = plan.dq_stages, rows, plan.width["h"]
         # Both operands of a product have one swizzle.
         dz = support.tile((plan.dz_stages, keys, rows), plan.dtype, swizzled["h"])
-        made = plgpu.Barrier(num_barriers=plan.dq_stages, num_arrivals=plan.consumers)
-        q = {"q": tile("h", plan.stages, rows, "t")}
-        do = {"do": tile("d", plan.stages, rows, "t")}
-        return {
-            **cls.declare_keys(tile("h", 1, keys, "s"), tile("d", 1, keys, "s")),
-            "dz": dz,
-            "dq": support.tile((plan.dq_stages, rows, plan.width["h"]), F32, of_dq),
-            "dq here": made,
-            "dq read": plgpu.Barrier(num_barriers=plan.dq_stages, num_arrivals=1),
-            **cls.declare_queries(plan, q, do),
-        }
-
-    @classmethod
-    def bind(cls, plan: Plan, refs: Mapping[str, Any]) -> Shared:
-        return cls.of(
-            plan,
-            refs,
-            dz=refs["dz"],
-            dq=refs["dq"],
-            dq_copied=support.copied(refs, "dq"),
-            dq_made=refs["dq here"],
-            dq_added=refs["dq read"],
+        barriers = functools.partial(plgpu.Barrier, num_barriers=plan.dq_stages)
+        return cls(
+            **declare_stages(plan, q, do),
+            do=do,
+            dq=Tile(support.tile(dq_shape, F32, dq_swizzled)),
+            dq_full=barriers(num_arrivals=consumers),
+            dq_empty=barriers(num_arrivals=1),
+            dz=Tile(dz),
+            k=rows_of("h", 1, keys, along="s"),
+            q=q,
+            v=rows_of("d", 1, keys, along="s"),
         )
 
 
@@ -205,20 +218,20 @@ class Program(KeyProgram):
     """
 
     plan: Plan
-    shared: Shared
+    refs: Refs
     semaphores: Any = None
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, outputs, shared: Shared) -> Program:
-        program = cls.start(plan, inputs, outputs, shared)
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
+        program = cls.start(plan, inputs, outputs, refs)
         count = program.tiles.all_sums * plan.dq_accumulators
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         return dataclasses.replace(program, semaphores=semaphores)
 
     def dz(self, tile):
         """Where dz of a work tile is put, of all keys of the thread block."""
-        stage = self.shared.pipeline.slot(tile) if self.plan.pipelines_scores else 0
-        return self.shared.dz.at[stage]
+        stage = self.query_pipeline.stage(tile) if self.plan.pipelines_scores else 0
+        return self.refs.dz.ref.at[stage]
 
     def dq_stage(self, tile):
         """In which stage of dq the block of a work tile is."""

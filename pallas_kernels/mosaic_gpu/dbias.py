@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,8 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import gradients, memory, pairwise, prefetch, support
 from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
-from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, element, tile_program
 
@@ -69,14 +69,14 @@ def dbias(
       summed: axes of batch and heads that it lacks.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = layout_of(inputs.and_outputs([output]), launch, summed)
-    bias = [x.dtype for x in prefetch.pair_values(spec)]
+    layout = layout_of(inputs.with_outputs([output]), launch, summed)
+    bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
         _kernel,
         inputs,
         [division.partial(output, layout.parts)],
-        shared=Shared.declare(plan),
+        refs=Refs.declare(plan),
         name="flash2_dbias",
     )
     return division.summed(found, (output,))
@@ -87,45 +87,50 @@ class Plan(gradients.Plan):
     """The plan of this kernel.
 
     Attributes:
-      bias: the dtype of the bias if that comes in tiles by TMA, or nothing.
+      bias: the dtype of the bias if that comes in tiles by TMA, or None.
     """
 
-    bias: list[Any]
+    bias: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Shared memory of a thread block.
-
-    Attributes:
-      rows: [stages, block_q, H], the tiles "rows" of the pipeline.
-      pipeline: of "rows" (q or do) with "keys" (k or v), [stages, block_kv, H].
-      bias: [consumers, 64, block_kv], or None.
-      bias_loaded: for each consumer, the barrier that says that its bias is there.
-    """
+class ProductStage(NamedTuple):
+    """The operands of a product: rows of q or of do, and of k or of v."""
 
     rows: Any
-    pipeline: Ring
-    bias: Any
-    bias_loaded: Any
+    keys: Any
 
-    @staticmethod
-    def declare(plan: Plan) -> dict[str, Any]:
-        consumers, stages = plan.consumers, plan.stages
-        tiles = {
-            "rows": plan.tile("h", stages, plan.block_q, along="t"),
-            "keys": plan.tile("h", stages, plan.block_kv, along="s"),
-        }
-        found = Ring.shared(tiles, stages, readers=consumers)
-        for dtype in plan.bias:
-            found["bias"] = support.tile((consumers, ROWS, plan.block_kv), dtype)
-            found["bias here"] = plgpu.Barrier(num_barriers=consumers)
-        return found
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """Shared memory of a thread block: the order of the fields is that of addresses.
+
+    Attributes:
+      bias: [64, block_kv] of each consumer, or None.
+      bias_full: a barrier of each consumer, at which its bias arrives, or None.
+      keys: [block_kv, H] in each stage.
+      rows: [block_q, H] in each stage.
+      full, empty: barriers of the stages (`pipeline.Pipeline`).
+    """
+
+    bias: Tile | None
+    bias_full: Any
+    keys: Tile
+    rows: Tile
+    full: Any
+    empty: Any
 
     @classmethod
-    def bind(cls, plan: Plan, refs: Mapping[str, Any]) -> Shared:
-        bias = refs.get("bias"), refs.get("bias here")
-        return cls(refs["rows"], Ring(refs, plan.stages), *bias)
+    def declare(cls, plan: Plan) -> Refs:
+        consumers, stages = plan.consumers, plan.stages
+        rows = plan.head_tile("h", stages, plan.block_q, along="t")
+        keys = plan.head_tile("h", stages, plan.block_kv, along="s")
+        pipeline = Pipeline.declare(ProductStage(rows, keys), stages, readers=consumers)
+        bias = bias_full = None
+        if plan.bias is not None:
+            bias = Tile(support.tile((consumers, ROWS, plan.block_kv), plan.bias))
+            bias_full = plgpu.Barrier(num_barriers=consumers)
+        return cls(bias, bias_full, keys, rows, pipeline.full, pipeline.empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Program:
       plan: of the kernel.
       inputs: the operands, as they are in global memory.
       dbias: the result, likewise.
-      shared: its shared memory.
+      refs: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded.
       where: the place of the thread block.
@@ -147,7 +152,7 @@ class Program:
     plan: Plan
     inputs: Inputs
     dbias: memory.View
-    shared: Shared
+    refs: Refs
     warpgroup: Any
     spec: AttentionSpec
     where: Where
@@ -156,15 +161,22 @@ class Program:
     end: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, shared: Shared) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, tile = tile_program(inputs.spec, plan.layout)
         first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
-        known = plan, inputs, result, shared, warpgroup
+        known = plan, inputs, result, refs, warpgroup
         return cls(*known, spec, where, tile, first, end)
 
     @property
-    def of_keys(self) -> Where:
+    def pipeline(self) -> Pipeline:
+        """Of `ProductStage`, two stages for each element."""
+        refs = self.refs
+        tiles = ProductStage(refs.rows, refs.keys)
+        return Pipeline(tiles, refs.full, refs.empty, self.plan.stages)
+
+    @property
+    def key_rows(self) -> Where:
         """The keys of its tile."""
         return {"s": Rows(self.tile["s"].start, self.plan.block_kv)}
 
@@ -176,12 +188,12 @@ class Program:
         """An element: the spec, where it is, and its block of keys, if it needs any."""
         layout = self.plan.layout
         spec, here, _, needed = element(spec, self.where, layout, index)
-        return spec, {**here, **self.of_keys}, needed
+        return spec, {**here, **self.key_rows}, needed
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
     (result,) = outputs
-    program = Program.of(plan, inputs, result, Shared.bind(plan, refs))
+    program = Program.of(plan, inputs, result, refs)
     gradients.run_roles(program, _load, _compute)
 
 
@@ -196,9 +208,8 @@ def _load(program: Program) -> None:
 
         @pl.when(count > 0)
         def _():
-            pipeline = program.shared.pipeline
-            pipeline.fill(i, rows=q.at(here), keys=k.at(here))
-            pipeline.fill(i + 1, rows=saved.do.at(here), keys=v.at(here))
+            program.pipeline.fill(i, ProductStage(q.at(here), k.at(here)))
+            program.pipeline.fill(i + 1, ProductStage(saved.do.at(here), v.at(here)))
 
         return i + 2 * count
 
@@ -223,14 +234,16 @@ class Consumer(gradients.Consumer):
     @classmethod
     def start(cls, program: Program) -> Consumer:
         """Loads its part of the bias, if that comes in tiles."""
-        me, shared, spec = program.warpgroup, program.shared, program.spec
+        me, refs, spec = program.warpgroup, program.refs, program.spec
         rows = pl.ds(me * ROWS, ROWS)
-        where = program.with_rows({**program.where, **program.of_keys}, me * ROWS, ROWS)
-        for view in prefetch.pair_values(spec)[: len(program.plan.bias)]:
-            tile, loaded = shared.bias.at[me], shared.bias_loaded.at[me]
-            plgpu.copy_gmem_to_smem(view.at(where), tile, loaded)
-            plgpu.barrier_wait(loaded)
-            spec = prefetch.with_pair_tile(spec, tile)
+        where = {**program.where, **program.key_rows}
+        where = program.with_rows(where, me * ROWS, ROWS)
+        if program.plan.bias is not None:
+            view, *_ = prefetch.pair_values(spec)
+            bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
+            plgpu.copy_gmem_to_smem(view.at(where), bias, full)
+            plgpu.barrier_wait(full)
+            spec = prefetch.with_pair_tile(spec, bias)
         return cls(program, rows, where, spec)
 
     def issue(self, accumulator, i) -> None:
@@ -238,11 +251,11 @@ class Consumer(gradients.Consumer):
 
         An element's first stage gives its scores, the second one dp.
         """
-        shared, pipeline = self.shared, self.shared.pipeline
-        pipeline.wait("rows", i)
+        refs, pipeline = self.refs, self.program.pipeline
+        pipeline.wait(i)
         # Addressed anew in every step of the loop.
-        slot = support.keep_in_loop(pipeline.slot(i), i)
-        rows, keys = shared.rows.at[slot, self.rows], pipeline.tile("keys", i)
+        stage = support.keep_in_loop(pipeline.stage(i), i)
+        rows, keys = refs.rows.ref.at[stage, self.rows], pipeline.at(i).keys.ref
         plgpu.wgmma(accumulator, rows, support.transposed(keys))
 
 
@@ -283,16 +296,16 @@ def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
     spec, _, _ = program.element(consumer.spec, index)
     where = program.with_rows(here, program.warpgroup * ROWS, ROWS)
     lse, delta = (support.load_vector(x.at(where), 0) for x in (saved.lse, saved.delta))
-    plan, pipeline = consumer.plan, consumer.shared.pipeline
+    plan, pipeline = consumer.plan, program.pipeline
 
     def gradient(qk_acc, dp_acc):
         consumer.issue(qk_acc, i)
         consumer.issue(dp_acc, i + 1)
         qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
-        pipeline.release("rows", i)
+        pipeline.release(i)
         again = gradients.recompute_rows(plan, spec, where, masked, qk, lse)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-        pipeline.release("rows", i + 1)
+        pipeline.release(i + 1)
         pulled = again.pull(dp, again.pairs.along(delta, "t"))
         (name,) = spec.score.operands
         return total + pulled.operand(name, qk)

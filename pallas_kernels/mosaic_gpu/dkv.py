@@ -36,7 +36,14 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, load_tree
 from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, KeyProgram, Saved
+from pallas_kernels.mosaic_gpu.gradients import (
+    F32,
+    Inputs,
+    KeyProgram,
+    Saved,
+    declare_stages,
+)
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import query_head
 
 _CONSUMERS = 2
@@ -59,7 +66,7 @@ def dkv(
       outputs: shape structs of dk and dv.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = memory.Layout.of("dkv", inputs.and_outputs(outputs), launch)
+    layout = memory.Layout.of("dkv", inputs.with_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
     in_float32 = results[0].dtype != k.dtype
     plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)
@@ -67,7 +74,7 @@ def dkv(
         _kernel,
         inputs.with_visits(layout),
         results,
-        shared=Shared.declare(plan),
+        refs=Refs.declare(plan),
         name="flash2_dkv",
     )
     return division.summed(found, outputs)
@@ -93,76 +100,106 @@ class Plan(gradients.Plan):
         return {head: self.width[head] // _CONSUMERS for head in "hd"}
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shared(gradients.KeyShared):
-    """Shared memory of a thread block.
+class Refs:
+    """Shared memory of a thread block: the order of the fields is that of addresses.
 
     Attributes:
-      p, dz: [2, block_kv, block_q], p and dz of a work tile from each consumer.
-      pairs_made: for each of them, the barrier that says that p and dz are there.
-      pairs_read: for each of them, the barrier at which both consumers say that they
-        have read them.
-      dk, dv: [block_kv, ...], what leaves; it lies where something else was.
+      delta: [block_q] in each stage.
+      do_or_dv: do, [block_q, Hv] in each stage; if results are in float32, then dv,
+        [block_kv, Hv].
+      do_full, do_empty: barriers of the stages of do and delta (`pipeline.Pipeline`).
+      dz: the gradient of scores of a work tile from each consumer, [block_kv, block_q].
+      k: [1, block_kv, H].
+      keys_full: the barrier at which k and v arrive.
+      lse: [block_q] in each stage.
+      p: the probabilities of a work tile from each consumer, [block_kv, block_q].
+      pairs_full: a barrier for each of them, at which its consumer arrives.
+      pairs_empty: a barrier for each of them, at which both consumers arrive when they
+        have read it.
+      q_or_dk: q, [block_q, H] in each stage; then dk, likewise.
+      q_full, q_empty: barriers of the stages of q and lse.
+      v: [1, block_kv, Hv].
     """
 
-    p: Any
-    dz: Any
-    pairs_made: Any
-    pairs_read: Any
-    dk: Any
-    dv: Any
+    delta: Tile
+    do_or_dv: Tile
+    do_full: Any
+    do_empty: Any
+    dz: Tile
+    k: Tile
+    keys_full: Any
+    lse: Tile
+    p: Tile
+    pairs_full: Any
+    pairs_empty: Any
+    q_or_dk: Tile
+    q_full: Any
+    q_empty: Any
+    v: Tile
 
     @classmethod
-    def declare(cls, plan: Plan) -> dict[str, Any]:
-        rows, keys = plan.block_q, plan.block_kv
+    def declare(cls, plan: Plan) -> Refs:
+        rows, keys, stages = plan.block_q, plan.block_kv, plan.stages
         part = {x: math.gcd(plan.swizzled[x], plan.halves[x]) for x in "hd"}
 
-        def tile(head: str, *shape: int, dtype=None):
-            return plan.tile(head, *shape, dtype=dtype, swizzled=part[head])
+        def rows_of(head: str, *shape: int, dtype=None) -> Tile:
+            return plan.head_tile(head, *shape, dtype=dtype, swizzled=part[head])
 
-        def queries(name: str, gradient: str, head: str):
-            stages = tile(head, plan.stages, rows)
+        def queries(head: str) -> Tile:
+            found = rows_of(head, stages, rows)
             if not plan.in_float32:
-                return {name: stages}
-            leaves = tile(head, keys, dtype=F32)
-            return {f"{name} or {gradient}": support.in_one_place(stages, leaves)}
+                return found
+            result = rows_of(head, keys, dtype=F32)
+            return Tile(support.in_one_place(found.forms, result.forms))
 
-        def pairs(head: str):  # both operands of a product have one swizzle
-            return support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head])
+        def pairs(head: str) -> Tile:  # both operands of a product have one swizzle
+            return Tile(support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head]))
 
+        q, do = queries("h"), queries("d")
         barriers = functools.partial(plgpu.Barrier, num_barriers=_CONSUMERS)
-        return {
-            **cls.declare_keys(tile("h", 1, keys), tile("d", 1, keys)),
-            "p": pairs("d"),
-            "dz": pairs("h"),
-            "pairs here": barriers(num_arrivals=1),
-            "pairs read": barriers(num_arrivals=_CONSUMERS),
-            **cls.declare_queries(
-                plan, queries("q", "dk", "h"), queries("do", "dv", "d")
-            ),
-        }
-
-    @classmethod
-    def bind(cls, plan: Plan, refs) -> Shared:
-        in_place = refs["k"].at[0], refs["v"].at[0]
-        dk, dv = (refs["dk"], refs["dv"]) if plan.in_float32 else in_place
-        return cls.of(
-            plan,
-            refs,
-            p=refs["p"],
-            dz=refs["dz"],
-            pairs_made=refs["pairs here"],
-            pairs_read=refs["pairs read"],
-            dk=dk,
-            dv=dv,
+        return cls(
+            **declare_stages(plan, q, do),
+            do_or_dv=do,
+            dz=pairs("h"),
+            k=rows_of("h", 1, keys),
+            p=pairs("d"),
+            pairs_full=barriers(num_arrivals=1),
+            pairs_empty=barriers(num_arrivals=_CONSUMERS),
+            q_or_dk=q,
+            v=rows_of("d", 1, keys),
         )
+
+    @property
+    def q(self) -> Tile:
+        return Tile(self.q_or_dk.ref)
+
+    @property
+    def do(self) -> Tile:
+        return Tile(self.do_or_dv.ref)
+
+    @property
+    def dk(self):
+        """Where dk leaves from: the place of q if it is in float32, else that of k."""
+        return _result(self.q_or_dk, self.k)
+
+    @property
+    def dv(self):
+        return _result(self.do_or_dv, self.v)
+
+
+def _result(stages: Tile, operand: Tile):
+    """The second form of stages that have two, else the tile of an operand."""
+    has_two = isinstance(stages.forms, tuple)
+    return stages.forms[1] if has_two else operand.ref.at[0]
 
 
 class Program(KeyProgram):
     """A thread block, in which both consumers own all of its keys."""
 
     plan: Plan
-    shared: Shared
+    refs: Refs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +226,14 @@ class Consumer(gradients.Consumer):
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.start(plan, inputs, outputs, Shared.bind(plan, refs))
+    program = Program.start(plan, inputs, outputs, refs)
     gradients.run_roles(program, gradients.load, _compute)
 
 
 def _compute(program: Program) -> None:
     """The role of a consumer: it makes its columns of dk and dv."""
     consumer, plan = Consumer.start(program), program.plan
-    plgpu.barrier_wait(program.shared.keys_loaded)
+    plgpu.barrier_wait(program.refs.keys_full)
     accumulators = (plgpu.ACC((plan.block_kv, n), F32) for n in plan.halves.values())
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # both have read keys and values
@@ -223,23 +260,24 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
 
     The consumer that made its pairs then makes those of the next work tile but one.
     """
-    program, shared = consumer.program, consumer.shared
-    pipeline, slot = shared.pipeline, _maker(tile)
+    program, refs = consumer.program, consumer.refs
+    queries, outputs = program.query_pipeline, program.do_pipeline
+    slot = _maker(tile)
 
     @pl.when(slot != program.warpgroup)
     def _():
-        pipeline.wait("q", tile)
-        pipeline.wait("do", tile)
+        queries.wait(tile)
+        outputs.wait(tile)
 
-    plgpu.barrier_wait(shared.pairs_made.at[slot])
-    do_own = pipeline.tile("do", tile).at[:, consumer.columns["d"]]
-    q_own = pipeline.tile("q", tile).at[:, consumer.columns["h"]]
-    plgpu.wgmma(dv_acc, shared.p.at[slot], do_own)
-    plgpu.wgmma(dk_acc, shared.dz.at[slot], q_own)
+    plgpu.barrier_wait(refs.pairs_full.at[slot])
+    do_own = outputs.at(tile).do.ref.at[:, consumer.columns["d"]]
+    q_own = queries.at(tile).q.ref.at[:, consumer.columns["h"]]
+    plgpu.wgmma(dv_acc, refs.p.ref.at[slot], do_own)
+    plgpu.wgmma(dk_acc, refs.dz.ref.at[slot], q_own)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(shared.pairs_read.at[slot])
-    pipeline.release("q", tile)
-    pipeline.release("do", tile)
+    plgpu.barrier_arrive(refs.pairs_empty.at[slot])
+    queries.release(tile)
+    outputs.release(tile)
     coming = tile + _CONSUMERS
 
     @pl.when((slot == program.warpgroup) & (coming < consumer.count))
@@ -254,17 +292,17 @@ def _maker(tile):
 
 def _make_pairs(consumer: Consumer, tile) -> None:
     """Puts p and dz of a work tile where both consumers read them."""
-    program, shared = consumer.program, consumer.shared
+    program, refs = consumer.program, consumer.refs
     slot, there = _maker(tile), program.tiles.at(tile)
     layout, block = program.plan.layout, program.block
     spec, _, _ = query_head(consumer.spec, block, layout, there["n"])
     where = {**there, "s": block["s"]}
     products = functools.partial(_pairs, program, spec, where, tile, slot)
     p, dz = pl.run_scoped(products, *[program.plan.accumulator] * 2)
-    shared.p.at[slot][...] = p
-    shared.dz.at[slot][...] = dz
+    refs.p.ref.at[slot][...] = p
+    refs.dz.ref.at[slot][...] = dz
     plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.pairs_made.at[slot])
+    plgpu.barrier_arrive(refs.pairs_full.at[slot])
 
 
 def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
@@ -274,12 +312,12 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
       spec, where: of its pairs.
       slot: where p and dz will be put.
     """
-    shared, pipeline = program.shared, program.shared.pipeline
-    q, do = pipeline.tile("q", tile), pipeline.tile("do", tile)
-    pipeline.wait("q", tile)
-    plgpu.wgmma(qk_acc, _in_loop(shared.k, tile), support.transposed(q))
-    pipeline.wait("do", tile)
-    plgpu.wgmma(dp_acc, _in_loop(shared.v, tile), support.transposed(do))
+    refs, queries, outputs = program.refs, program.query_pipeline, program.do_pipeline
+    q, do = queries.at(tile).q.ref, outputs.at(tile).do.ref
+    queries.wait(tile)
+    plgpu.wgmma(qk_acc, _in_loop(refs.k, tile), support.transposed(q))
+    outputs.wait(tile)
+    plgpu.wgmma(dp_acc, _in_loop(refs.v, tile), support.transposed(do))
     qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
     again = program.recompute(spec, where, program.tiles.masked(tile), tile, qk)
     p = again.dropped
@@ -288,17 +326,17 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
     # while the product for dp runs.
     @pl.when(tile >= _CONSUMERS)
     def _():
-        plgpu.barrier_wait(shared.pairs_read.at[slot])
+        plgpu.barrier_wait(refs.pairs_empty.at[slot])
 
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = program.along_queries("delta", again.pairs, tile)
+    delta = program.delta(again.pairs, tile)
     dtype = program.plan.dtype
     return p.astype(dtype), again.dz(dp, delta).astype(dtype)
 
 
-def _in_loop(tiles, i):
+def _in_loop(tiles: Tile, i):
     """The one tile that there is, addressed anew in every step i of a loop."""
-    return tiles.at[support.keep_in_loop(0, i)]
+    return tiles.ref.at[support.keep_in_loop(0, i)]
 
 
 def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
@@ -307,16 +345,16 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     Args:
       dk, dv: what `_walk` gave.
     """
-    program, shared = consumer.program, consumer.shared
+    program, refs = consumer.program, consumer.refs
     (dk_out, dv_out), columns = program.outputs, consumer.columns
     dk, dv = dk * program.spec.gradient_unit, dv * program.spec.dropout_scale
-    shared.dk.at[:, columns["h"]][...] = dk.astype(dk_out.dtype)
-    shared.dv.at[:, columns["d"]][...] = dv.astype(dv_out.dtype)
+    refs.dk.at[:, columns["h"]][...] = dk.astype(dk_out.dtype)
+    refs.dv.at[:, columns["d"]][...] = dv.astype(dv_out.dtype)
     plgpu.commit_smem()
     program.plan.sync_consumers()
 
     @pl.when(program.warpgroup == 0)
     def _():
-        plgpu.copy_smem_to_gmem(shared.dk, dk_out.at(program.block))
-        plgpu.copy_smem_to_gmem(shared.dv, dv_out.at(program.block))
+        plgpu.copy_smem_to_gmem(refs.dk, dk_out.at(program.block))
+        plgpu.copy_smem_to_gmem(refs.dv, dv_out.at(program.block))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,7 +34,8 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import gradients, memory, support
 from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Plan, Saved
-from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
@@ -57,53 +57,48 @@ def dq(
       output: shape struct of dq.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    operands, by_block = inputs.and_outputs([output]), spec.traits.cost_grows
+    operands, by_block = inputs.with_outputs([output]), spec.traits.cost_grows
     layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(
         _kernel,
         inputs,
         [output],
-        shared=Shared.declare(plan),
+        refs=Refs.declare(plan),
         name="flash2_dq",
     )
     return found.value
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """Shared memory of a thread block.
+class Refs:
+    """Shared memory of a thread block: the order of the fields is that of addresses.
 
     Attributes:
-      q, do: [consumers, 64, ...].
-      queries_loaded: for each consumer, the barrier that says that q and do are there.
-      keys: the pipeline of "k", [stages, block_kv, H].
-      values: the pipeline of "v", which has one stage.
+      do: [64, Hv] of each consumer.
+      keys: k, [block_kv, H] in each stage.
+      queries_full: a barrier of each consumer, at which its q and do arrive.
+      q: [64, H] of each consumer.
+      values: v, [block_kv, Hv], in one stage.
     """
 
-    q: Any
-    do: Any
-    queries_loaded: Any
-    keys: Ring
-    values: Ring
-
-    @staticmethod
-    def declare(plan: Plan) -> dict[str, Any]:
-        consumers = plan.consumers
-        k = {"k": plan.tile("h", plan.stages, plan.block_kv)}
-        v = {"v": plan.tile("d", 1, plan.block_kv)}
-        return {
-            "q": plan.tile("h", consumers, ROWS),
-            "do": plan.tile("d", consumers, ROWS),
-            "own here": plgpu.Barrier(num_barriers=consumers, num_arrivals=2),
-            **Ring.shared(k, plan.stages, readers=consumers),
-            **Ring.shared(v, 1, readers=consumers),
-        }
+    do: Tile
+    keys: Pipeline
+    queries_full: Any
+    q: Tile
+    values: Pipeline
 
     @classmethod
-    def bind(cls, plan: Plan, refs: Mapping[str, Any]) -> Shared:
-        keys, values = Ring(refs, plan.stages), Ring(refs, 1)
-        return cls(refs["q"], refs["do"], refs["own here"], keys, values)
+    def declare(cls, plan: Plan) -> Refs:
+        consumers, stages, keys = plan.consumers, plan.stages, plan.block_kv
+        return cls(
+            do=plan.head_tile("d", consumers, ROWS),
+            keys=Pipeline.declare(plan.head_tile("h", stages, keys), stages, consumers),
+            queries_full=plgpu.Barrier(num_barriers=consumers, num_arrivals=2),
+            q=plan.head_tile("h", consumers, ROWS),
+            values=Pipeline.declare(plan.head_tile("d", 1, keys), 1, consumers),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +109,7 @@ class Program:
       plan: of the kernel.
       inputs: the operands, as they are in global memory.
       dq: the result, likewise.
-      shared: its shared memory.
+      refs: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded.
       where: the place of the thread block.
@@ -126,7 +121,7 @@ class Program:
     plan: Plan
     inputs: Inputs
     dq: memory.View
-    shared: Shared
+    refs: Refs
     warpgroup: Any
     spec: AttentionSpec
     where: Where
@@ -135,11 +130,11 @@ class Program:
     count: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, shared: Shared) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, start = query_start(inputs.spec, plan.layout)
         needed = key_blocks(spec, where, plan.layout, start)
-        known = plan, inputs, result, shared, warpgroup
+        known = plan, inputs, result, refs, warpgroup
         return cls(*known, spec, where, start, needed, jnp.int32(needed.count))
 
     def keys_at(self, i) -> Rows:
@@ -170,27 +165,27 @@ class Consumer(gradients.Consumer):
         me, inputs, layout = program.warpgroup, program.inputs, program.plan.layout
         start = program.start + me * ROWS
         spec, where = query_rows(program.spec, program.where, layout, start, ROWS)
-        shared, do = program.shared, inputs.saved.do
-        loaded = shared.queries_loaded.at[me]
-        plgpu.copy_gmem_to_smem(inputs.q.at(where), shared.q.at[me], loaded)
-        plgpu.copy_gmem_to_smem(do.at(where), shared.do.at[me], loaded)
+        refs, do = program.refs, inputs.saved.do
+        loaded = refs.queries_full.at[me]
+        plgpu.copy_gmem_to_smem(inputs.q.at(where), refs.q.ref.at[me], loaded)
+        plgpu.copy_gmem_to_smem(do.at(where), refs.do.ref.at[me], loaded)
         vectors = inputs.saved.lse, inputs.saved.delta
         lse, delta = (support.load_vector(x.at(where), 0) for x in vectors)
         return cls(program, spec, where, lse, delta)
 
-    def tile(self, tiles, i):
+    def tile(self, tiles: Tile, i):
         """Its tile of q or do, addressed anew in every step i of a loop."""
-        return tiles.at[support.keep_in_loop(self.program.warpgroup, i)]
+        return tiles.ref.at[support.keep_in_loop(self.program.warpgroup, i)]
 
     def issue_scores(self, qk_acc, i) -> None:
         """The product of its queries and the i-th block of keys."""
-        k, q = self.shared.keys.tile("k", i), self.shared.q
+        k, q = self.refs.keys.at(i).ref, self.refs.q
         plgpu.wgmma(qk_acc, self.tile(q, i), support.transposed(k))
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
     (result,) = outputs
-    program = Program.of(plan, inputs, result, Shared.bind(plan, refs))
+    program = Program.of(plan, inputs, result, refs)
     gradients.run_roles(program, _load, _compute)
 
 
@@ -200,14 +195,14 @@ def _load(program: Program) -> None:
     @pl.loop(0, program.count)
     def _(i):
         here = {**program.where, "s": program.keys_at(i)}
-        program.shared.keys.fill(i, k=program.inputs.k.at(here))
-        program.shared.values.fill(i, v=program.inputs.v.at(here))
+        program.refs.keys.fill(i, program.inputs.k.at(here))
+        program.refs.values.fill(i, program.inputs.v.at(here))
 
 
 def _compute(program: Program) -> None:
     """The role of a consumer: dq of its queries."""
     consumer, me = Consumer.start(program), program.warpgroup
-    plgpu.barrier_wait(program.shared.queries_loaded.at[me])
+    plgpu.barrier_wait(program.refs.queries_full.at[me])
     accumulator = plgpu.ACC((ROWS, program.plan.width["h"]), F32)
     total = pl.run_scoped(functools.partial(_walk, consumer), accumulator)
     _store(consumer, total)
@@ -215,12 +210,12 @@ def _compute(program: Program) -> None:
 
 def _walk(consumer: Consumer, dq_acc) -> jax.Array:
     """The sum of dz k over all blocks of keys."""
-    count, keys = consumer.program.count, consumer.shared.keys
+    count, keys = consumer.program.count, consumer.refs.keys
     first, end = jnp.int32(0), support.opaque(count)
 
     @pl.when(count > 0)
     def _():
-        keys.wait("k", first)
+        keys.wait(first)
         scores = functools.partial(_first_scores, consumer, first)
         qk = pl.run_scoped(scores, consumer.plan.accumulator)
         lax.fori_loop(first, end, functools.partial(_visit, consumer, dq_acc), qk)
@@ -239,34 +234,34 @@ def _visit(consumer: Consumer, dq_acc, i, qk: jax.Array) -> jax.Array:
     Args:
       qk: the scores' products, which the last step made.
     """
-    program, keys = consumer.program, consumer.shared.keys
+    program, keys = consumer.program, consumer.refs.keys
     i = support.opaque(i)
     has_next, next_i = i + 1 < program.count, minimum(i + 1, program.count - 1)
     needed = program.needed
     masked = needed.in_order(i)[0] if gradients.has_edges(needed) else False
 
     def wait_for_next():
-        pl.when(has_next)(lambda: keys.wait("k", next_i))
+        pl.when(has_next)(lambda: keys.wait(next_i))
 
     pairs = functools.partial(_pairs, consumer, i, qk, masked, wait_for_next)
     dz = pl.run_scoped(pairs, consumer.plan.accumulator)
 
     def products(qk_acc):
-        plgpu.wgmma(dq_acc, dz, keys.tile("k", i))
+        plgpu.wgmma(dq_acc, dz, keys.at(i).ref)
         consumer.issue_scores(qk_acc, next_i)
         plgpu.wgmma_wait(0)
         return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
 
     qk = pl.run_scoped(products, consumer.plan.accumulator)
-    pl.when(has_next)(lambda: keys.release("k", i))
+    pl.when(has_next)(lambda: keys.release(i))
     return qk
 
 
 def _pairs(consumer: Consumer, i, qk, masked, wait_for_next, dp_acc) -> jax.Array:
     """dz of the i-th block of keys, while the product do v^T runs."""
-    program, plan, values = consumer.program, consumer.plan, consumer.shared.values
-    values.wait("v", i)
-    v, do = values.tile("v", i), consumer.tile(program.shared.do, i)
+    program, plan, values = consumer.program, consumer.plan, consumer.refs.values
+    values.wait(i)
+    v, do = values.at(i).ref, consumer.tile(program.refs.do, i)
     plgpu.wgmma(dp_acc, do, support.transposed(v))
     where = {**consumer.where, "s": program.keys_at(i)}
     again = gradients.recompute_rows(
@@ -276,7 +271,7 @@ def _pairs(consumer: Consumer, i, qk, masked, wait_for_next, dp_acc) -> jax.Arra
     # while the product runs.
     wait_for_next()
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    values.release("v", i)
+    values.release(i)
     dz = again.dz(dp, again.pairs.along(consumer.delta, "t")).astype(plan.dtype)
     return dz
 
@@ -288,7 +283,7 @@ def _store(consumer: Consumer, total: jax.Array) -> None:
       total: dq over `AttentionSpec.gradient_unit`.
     """
     program = consumer.program
-    tile = program.shared.q.at[program.warpgroup]
+    tile = program.refs.q.ref.at[program.warpgroup]
     # A row without keys may have met values that are not finite.
     has_keys = support.ARITHMETIC.along(consumer.lse, -2, total.shape) != jnp.inf
     total = jnp.where(has_keys, total * consumer.spec.gradient_unit, 0.0)

@@ -2,12 +2,12 @@
 
 A thread block has consumer warpgroups, which compute, and one producer warpgroup, which
 copies. The producer fills the stages of a pipeline in shared memory by TMA, and the
-consumers read and release them (`ring.Ring`).
+consumers read and release them (`pipeline.Pipeline`).
 
 A kernel is divided by role. Each kernel file has
 
 - a `Plan`, which is made once, outside of the kernel: blocks, layout, widths of tiles;
-- `Shared`, which declares its shared memory and barriers and names them in the kernel;
+- `Refs`, which is its shared memory and its barriers, declared and then bound;
 - a `Program`, which is what a thread block has: the plan, operands, shared memory, the
   number of the warpgroup, and which rows are its own;
 - a function for each role: what the producer loads, what a consumer computes and
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -34,7 +34,9 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support, tuning
-from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
+from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_program, with_end
@@ -74,7 +76,7 @@ class Inputs(NamedTuple):
     saved: Saved
     visits: Visits | None = None
 
-    def and_outputs(self, outputs: Sequence[Named]) -> list[Named]:
+    def with_outputs(self, outputs: Sequence[Named]) -> list[Named]:
         """All operands of a call, from which a layout is made."""
         arrays = self.q, self.k, self.v
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
@@ -148,14 +150,14 @@ class Plan:
         """Elements that the swizzled parts of these tiles divide (`support.tile`)."""
         return memory.of_tiles(self.layout.size, self.width)[0]
 
-    def tile(
+    def head_tile(
         self,
         head: str,
         *shape: int,
         dtype: Any = None,
         swizzled: int | None = None,
         along: str | None = None,
-    ):
+    ) -> Tile:
         """Tiles in shared memory whose rows are of a head.
 
         Args:
@@ -166,11 +168,13 @@ class Plan:
           along: the axis of the rows, if the array has rows of any number.
         """
         size = self.layout.size
-        return support.tile(
-            (*shape, self.width[head]),
-            dtype or self.dtype,
-            swizzled or self.swizzled[head],
-            (size[along], size[head]) if along else (0, 0),
+        return Tile(
+            support.tile(
+                (*shape, self.width[head]),
+                dtype or self.dtype,
+                swizzled or self.swizzled[head],
+                (size[along], size[head]) if along else (0, 0),
+            )
         )
 
     def call(
@@ -179,14 +183,14 @@ class Plan:
         inputs: Inputs,
         results: Sequence[Named],
         *,
-        shared: Mapping[str, Any],
+        refs: Any,
         name: str,
     ) -> tuple[Named, ...]:
         """Runs `kernel(plan, inputs, results, refs)` in every thread block.
 
         Args:
           results: shape structs.
-          shared: what `Shared.declare` gave.
+          refs: what `Refs.declare` gave. The kernel gets the same tree, bound.
           name: of the kernel in profiles.
         """
         _, wider = memory.of_tiles(self.layout.size, self.width)
@@ -197,18 +201,15 @@ class Plan:
             tuple(results),
             block={**self.pair_block, **wider},
             tiles=self.width,
-            scratch=shared,
+            scratch=refs,
             warpgroups=self.consumers + 1,
             name=name,
         )
 
     def sync_consumers(self) -> None:
-        """Every consumer waits here for all the others.
-
-        Named barrier 0 is the thread block's own, the next ones are its warpgroups'.
-        """
-        number = jnp.int32(self.consumers + 2)
-        support.named_barrier("sync", number, self.consumers)
+        """Every consumer waits here for all the others."""
+        barriers = NamedBarriers(warpgroups=self.consumers + 1)
+        barriers.barrier(self.consumers).sync()
 
 
 def run_roles(program, produce: Callable, consume: Callable) -> None:
@@ -249,8 +250,8 @@ class Consumer:
         return self.program.plan
 
     @property
-    def shared(self):
-        return self.program.shared
+    def refs(self):
+        return self.program.refs
 
 
 def recompute_rows(
@@ -276,58 +277,38 @@ def has_edges(needed: Range) -> bool:
 # Thread blocks that own keys.
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyShared:
-    """Shared memory of a thread block that owns a block of keys.
+class QueryStage(NamedTuple):
+    """What the first products of a work tile need: queries, and their log-sum-exps."""
 
-    Attributes:
-      k, v: [1, block_kv, ...], its keys and values.
-      k_copied, v_copied: the same memory as TMA copies it (`support.copied`).
-      keys_loaded: the barrier that says that k and v are there.
-      pipeline: of "q" with "lse" and of "do" with "delta", [stages, block_q, ...].
+    q: Any
+    lse: Any
+
+
+class OutputStage(NamedTuple):
+    """What the second ones need: the gradients of outputs, and delta."""
+
+    do: Any
+    delta: Any
+
+
+def declare_stages(plan: Plan, q: Tile, do: Tile) -> dict[str, Any]:
+    """Fields that every `Refs` of such a thread block has beside its tiles.
+
+    These are the vectors and barriers of two pipelines, of `QueryStage` and of
+    `OutputStage`, and the barrier at which the thread block's keys and values arrive.
     """
-
-    k: Any
-    v: Any
-    k_copied: Any
-    v_copied: Any
-    keys_loaded: Any
-    pipeline: Ring
-
-    @staticmethod
-    def declare_keys(k, v) -> dict[str, Any]:
-        """The tiles of the block of keys, and the barrier at which both arrive."""
-        loaded = plgpu.Barrier(num_barriers=(), num_arrivals=2)
-        return {"k": k, "v": v, "own here": loaded}
-
-    @staticmethod
-    def declare_queries(plan: Plan, q: dict, do: dict) -> dict[str, Any]:
-        """The pipeline, in which vectors come with their tiles.
-
-        Args:
-          q, do: the tile, by its name.
-        """
-        vector = plgpu.SMEM((plan.stages, plan.block_q), F32)
-        of_q, of_do = {**q, "lse": vector}, {**do, "delta": vector}
-        pipeline = Ring.shared(of_q, plan.stages, readers=plan.consumers)
-        return pipeline | Ring.shared(of_do, plan.stages, readers=plan.consumers)
-
-    @classmethod
-    def of(cls, plan: Plan, refs: Mapping[str, Any], **more: Any) -> Self:
-        """What a kernel got for what was declared.
-
-        Args:
-          more: the fields of a subclass.
-        """
-        return cls(
-            k=refs["k"],
-            v=refs["v"],
-            k_copied=support.copied(refs, "k"),
-            v_copied=support.copied(refs, "v"),
-            keys_loaded=refs["own here"],
-            pipeline=Ring(refs, plan.stages),
-            **more,
-        )
+    vector = Tile(plgpu.SMEM((plan.stages, plan.block_q), F32))
+    stages = QueryStage(q, vector), OutputStage(do, vector)
+    first, second = (Pipeline.declare(x, plan.stages, plan.consumers) for x in stages)
+    return {
+        "lse": vector,
+        "q_full": first.full,
+        "q_empty": first.empty,
+        "delta": vector,
+        "do_full": second.full,
+        "do_empty": second.empty,
+        "keys_full": plgpu.Barrier(num_barriers=(), num_arrivals=2),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +321,7 @@ class KeyProgram:
       plan: of the kernel.
       inputs: the operands, as they are in global memory.
       outputs: the results, likewise.
-      shared: its shared memory.
+      refs: its shared memory.
       warpgroup: the number of the warpgroup that runs this.
       spec: with scalars loaded, and without `AttentionSpec.keys`.
       where: the place of the thread block.
@@ -350,28 +331,47 @@ class KeyProgram:
     plan: Any
     inputs: Inputs
     outputs: Sequence[Any]
-    shared: Any
+    refs: Any
     warpgroup: Any
     spec: AttentionSpec
     where: Where
     tiles: Tiles
 
     @classmethod
-    def start(cls, plan: Plan, inputs: Inputs, outputs, shared: KeyShared) -> Self:
+    def start(cls, plan: Plan, inputs: Inputs, outputs, refs) -> Self:
         warpgroup, layout = lax.axis_index("warpgroup"), plan.layout
         spec = dataclasses.replace(inputs.spec, keys=None)
         spec, where = key_program(with_end(spec, layout), layout)
         tiles = Tiles.of(spec, where, layout, inputs.visits)
-        return cls(plan, inputs, outputs, shared, warpgroup, spec, where, tiles)
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, tiles)
 
     @property
     def block(self) -> Where:
         """Where the block of keys lies."""
         return {**self.where, "s": Rows(self.where["s"].start, self.plan.block_kv)}
 
-    def along_queries(self, name: str, pairs: Pairs, tile) -> jax.Array:
-        """A vector of a work tile's queries ("lse" or "delta"), against its pairs."""
-        vector = self.shared.pipeline.tile(name, tile)
+    @property
+    def query_pipeline(self) -> Pipeline:
+        """Of `QueryStage`, a work tile a stage."""
+        refs = self.refs
+        tiles = QueryStage(refs.q, refs.lse)
+        return Pipeline(tiles, refs.q_full, refs.q_empty, self.plan.stages)
+
+    @property
+    def do_pipeline(self) -> Pipeline:
+        """Of `OutputStage`, likewise."""
+        refs = self.refs
+        tiles = OutputStage(refs.do, refs.delta)
+        return Pipeline(tiles, refs.do_full, refs.do_empty, self.plan.stages)
+
+    def lse(self, pairs: Pairs, tile) -> jax.Array:
+        """Log-sum-exps of a work tile's queries, against its pairs."""
+        vector = self.query_pipeline.at(tile).lse.ref
+        return pairs.along(support.load_vector(vector, 1, shared=True), "t")
+
+    def delta(self, pairs: Pairs, tile) -> jax.Array:
+        """delta of a work tile's queries, likewise."""
+        vector = self.do_pipeline.at(tile).delta.ref
         return pairs.along(support.load_vector(vector, 1, shared=True), "t")
 
     def recompute(self, spec, where, masked, tile, qk: jax.Array) -> Recomputed:
@@ -382,18 +382,21 @@ class KeyProgram:
           qk: products of keys and queries.
         """
         pairs = self.plan.pairs(spec, where, masked)
-        lse = self.along_queries("lse", pairs, tile)
+        lse = self.lse(pairs, tile)
         return pairs.recompute(pairs.scores_of(qk, self.plan.dtype), lse)
 
 
 def load(program: KeyProgram) -> None:
     """The producer loads the block's keys and values, then queries tile by tile."""
-    shared, (q, k, v, _, saved, _) = program.shared, program.inputs
-    for x, tile in ((k, shared.k_copied), (v, shared.v_copied)):
-        plgpu.copy_gmem_to_smem(x.at(program.block), tile.at[0], shared.keys_loaded)
+    refs, (q, k, v, _, saved, _) = program.refs, program.inputs
+    for array, held in ((k, refs.k), (v, refs.v)):
+        source, target = array.at(program.block), held.copied.at[0]
+        plgpu.copy_gmem_to_smem(source, target, refs.keys_full)
 
     @pl.loop(0, program.tiles.count)
     def _(tile):
-        here, pipeline = program.tiles.at(tile), shared.pipeline
-        pipeline.fill(tile, q=q.at(here), lse=saved.lse.at(here))
-        pipeline.fill(tile, do=saved.do.at(here), delta=saved.delta.at(here))
+        here = program.tiles.at(tile)
+        queries = QueryStage(q.at(here), saved.lse.at(here))
+        program.query_pipeline.fill(tile, queries)
+        outputs = OutputStage(saved.do.at(here), saved.delta.at(here))
+        program.do_pipeline.fill(tile, outputs)

@@ -368,7 +368,7 @@ def call(
       outputs: shape structs.
       block: of every `View`.
       scratch: a tree of shared memory and barriers (`shared_memory`). The kernel gets
-        the same tree of Refs; of a dict, as `support.by_name` says.
+        the same tree of Refs.
       warpgroups: of a program.
       name: of the kernel in profiles.
       tiles: widths of those of heads.
@@ -392,8 +392,6 @@ def call(
         own = shared_tree.unflatten(
             tuple(ref) if isinstance(x, plgpu.RefUnion) else ref for x, ref in forms
         )
-        if isinstance(scratch, Mapping):
-            own = support.by_name(own, scratch)
         kernel(tree.unflatten(views[: len(operands)]), views[len(operands) :], own)
 
     body.__name__ = body.__qualname__ = name

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +69,8 @@ def tile(
 
     Products read it in parts of 8 rows, and so copies want arrays of whole parts. But
     where a row is one part (`is_one_part`), the bytes are also those of single rows:
-    then arrays may end anywhere, and copies see the tile in that way (`copied`).
+    then arrays may end anywhere, and copies see the tile in that way
+    (`shared_memory.Tile.copied`).
 
     Args:
       row: elements that swizzled parts divide; None for those of a row of the tile.
@@ -97,27 +96,6 @@ def tile(
 def in_one_place(*forms: plgpu.SMEM):
     """Shared memory that has two forms, at different times, or both."""
     return plgpu.RefUnion(*forms)
-
-
-def by_name(refs: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Refs of shared memory. What has two forms (`in_one_place`) has two names.
-
-    Args:
-      shared: what they are of, by name: "a or b" of two forms, and of a `tile` of two
-        its own, of which that for copies is "... copied".
-    """
-    found = dict(refs)
-    for name, what in shared.items():
-        if isinstance(what, plgpu.RefUnion | tuple):
-            first, *second = name.split(" or ")
-            (other,) = second or [f"{first} copied"]
-            found[first], found[other] = refs[name]
-    return found
-
-
-def copied(refs: Mapping[str, Any], name: str):
-    """A tile as it is copied to and from global memory."""
-    return refs.get(f"{name} copied", refs[name])
 
 
 def transposed(ref):
