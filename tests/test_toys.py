@@ -19,7 +19,7 @@ from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks import SegmentIds, Window
+from pallas_kernels.core.masks import DenseMask, SegmentIds, Window
 from pallas_kernels.core.scores import Alibi, Bias, Score, Setting, SoftCap
 from pallas_kernels.core.scores.base import PairPositions
 from pallas_kernels.core.spec import AttentionSpec
@@ -233,6 +233,18 @@ def test_combined_masks():
             found = call(**arguments, chunks=(atom,), **options)
             error = np.max(np.abs(found - expected))
             assert error < (1e-2 if ON_GPU else 2e-6), (name, backend)
+
+
+def test_kernels_decline_what_they_would_misread():
+    """Mosaic GPU kernels read a mask of pairs as bits, and not as part of another."""
+    x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
+    mask = DenseMask(Named(np.tri(4096, dtype=bool), ("t", "s")))
+    with on_gpu():
+        alone = with_toys(explain, (mask,))(x, x, x)
+        combined = with_toys(explain, (mask | Window(64, 0),))(x, x, x)
+    assert alone.startswith("implementation: mosaic_gpu")
+    assert combined.startswith("implementation: triton")
+    assert "mosaic_gpu: a mask with an element for each pair is combined" in combined
 
 
 BLOCK = PairPositions(np.arange(6.0)[:, None], np.arange(8.0), is_causal=False)

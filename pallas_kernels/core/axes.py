@@ -69,6 +69,10 @@ class Named:
         if not lost:
             return self
         kept = tuple(name for name in self.axes if name is not None)
+        if isinstance(self.value, jax.ShapeDtypeStruct):
+            pairs = zip(self.shape, self.axes, strict=True)
+            shape = [size for size, name in pairs if name is not None]
+            return Named(jax.ShapeDtypeStruct(shape, self.dtype), kept)
         return Named(jnp.squeeze(self.value, lost), kept)
 
     @classmethod

@@ -349,7 +349,7 @@ class AttentionSpec:
     @property
     def drops_pairs(self) -> bool:
         """Whether an array may drop a key for one query and keep it for another."""
-        arrays = (x.squeezed() for x in jax.tree.leaves(self.masks))
+        arrays = jax.tree.leaves(self.masks)
         return any("t" in x.axes and x.dtype == jnp.bool_ for x in arrays)
 
     @property

@@ -85,6 +85,8 @@ def _unsupported(call: Call) -> str | None:
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
+    if pairwise.has_other_masks(call.spec):
+        return "a mask with an element for each pair is combined with another by | or &"
     return None
 
 

@@ -112,6 +112,19 @@ class PackedMask(DenseMask):
         return Relation(some, DenseMask(full).block_relation(tiling).all)
 
 
+def has_other_masks(spec: AttentionSpec) -> bool:
+    """Whether a mask of pairs is part of another atom, which words do not serve."""
+
+    def is_of_pairs(x: Named) -> bool:
+        return {"t", "s"} <= set(x.axes) and x.dtype == jnp.bool_
+
+    return any(
+        any(map(is_of_pairs, jax.tree.leaves(atom)))
+        for atom in spec.masks
+        if atom.with_pairs(DenseMask) is atom
+    )
+
+
 def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:
     """The spec with its masks of pairs in words, for a kernel (fields hold `Named`).
 
