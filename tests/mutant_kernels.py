@@ -110,7 +110,7 @@ _TRITON = [
         "pallas_kernels/triton/forward.py",
         (
             "the output's product not as precise as asked for",
-            "flash2.times(p, v_block, launch.precision)",
+            "flash2.times(p, v_block, pairs.precision)",
             "flash2.times(p, v_block)",
             PRECISION,
         ),

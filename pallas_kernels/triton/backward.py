@@ -25,6 +25,7 @@ but the sums have one order, so that the same inputs give the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -61,58 +62,61 @@ def dkv(
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs.values()]
     layout = memory.Layout.of("dkv", operands, launch)
 
-    def kernel(q, k, v, spec, saved, views):
-        lse_log2, delta, do = saved
-        spec, where = program.key_program(spec, layout)
-        tiles = [k.load(("s", "h"), where)]
-        if "dk" in outputs:
-            tiles.append(v.load(("s", "d"), where))
-        k_block, *v_block = launch.left(*tiles)
-
-        def head(g, sums):
-            head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
-
-            def visit(masked, i, sums):
-                sums = dict(sums)
-                here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
-                pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
-                q_block = q.load(("t", "h"), here)
-                scores = pairs.scores(q_block, k_block)
-                lse_block = lse_log2.load(("s", "t"), here, padding=flash2.PADDING_LSE)
-                again = pairs.recompute(scores, lse_block)
-                do_block = do.load(("t", "d"), here)
-                # Before the product for dv, so that it runs beside the exponents.
-                dp = pairs.product(do_block, *v_block) if "dk" in sums else None
-                if "dv" in sums:
-                    dropped = again.dropped.astype(do.dtype)
-                    more = flash2.times(dropped, do_block, launch.precision)
-                    sums["dv"] = flash2.added(sums["dv"], more)
-                if dp is not None:
-                    delta_block = delta.load(("s", "t"), here)
-                    dz = again.dz(dp, delta_block).astype(q.dtype)
-                    more = flash2.times(dz, q_block, launch.precision)
-                    sums["dk"] = flash2.added(sums["dk"], more)
-                return sums
-
-            return q_blocks.fold(visit, sums)
-
-        rows = [launch.blocks.block_kv]
-        sums = {
-            name: flash2.zeros(rows, layout.pieces[axis], jnp.float32)
-            for name, axis in (("dk", "h"), ("dv", "d"))
-            if name in outputs
-        }
-        sums = _over(layout, where, head, sums)
-        where["s"] = layout.rows_at("s", where["s"].start)
-        unit = {"dk": spec.gradient_unit, "dv": spec.dropout_scale}
-        for name, view in zip(outputs, views, strict=True):
-            view.store(flash2.scaled(sums[name], unit[name]), where)
-
+    kernel = functools.partial(_dkv_kernel, launch, layout, tuple(outputs))
     name = "flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}"
     results = tuple(outputs.values())
     inputs = q, k, v, spec, saved
     found = memory.call(kernel, layout, inputs, results, name=name, launch=launch)
     return division.summed(found, results)
+
+
+def _dkv_kernel(launch: Launch, layout, names, q, k, v, spec, saved, views):
+    """One program of `dkv`, for the gradients of these names."""
+    lse_log2, delta, do = saved
+    spec, where = program.key_program(spec, layout)
+    tiles = [k.load(("s", "h"), where)]
+    if "dk" in names:
+        tiles.append(v.load(("s", "d"), where))
+    k_block, *v_block = launch.left(*tiles)
+
+    def head(g, sums):
+        head_spec, head_where, q_blocks = program.query_head(spec, where, layout, g)
+
+        def visit(masked, i, sums):
+            sums = dict(sums)
+            here = program.visit_at(head_spec, head_where, layout, "t", i, masked)
+            pairs = program.pairs(head_spec, here, ("s", "t"), masked, launch)
+            q_block = q.load(("t", "h"), here)
+            scores = pairs.scores(q_block, k_block)
+            lse_block = lse_log2.load(("s", "t"), here, padding=flash2.PADDING_LSE)
+            again = pairs.recompute(scores, lse_block)
+            do_block = do.load(("t", "d"), here)
+            # Before the product for dv, so that it runs beside the exponents.
+            dp = pairs.product(do_block, *v_block) if "dk" in sums else None
+            if "dv" in sums:
+                dropped = again.dropped.astype(do.dtype)
+                more = flash2.times(dropped, do_block, launch.precision)
+                sums["dv"] = flash2.added(sums["dv"], more)
+            if dp is not None:
+                delta_block = delta.load(("s", "t"), here)
+                dz = again.dz(dp, delta_block).astype(q.dtype)
+                more = flash2.times(dz, q_block, launch.precision)
+                sums["dk"] = flash2.added(sums["dk"], more)
+            return sums
+
+        return q_blocks.fold(visit, sums)
+
+    rows = [launch.blocks.block_kv]
+    sums = {
+        name: flash2.zeros(rows, layout.pieces[axis], jnp.float32)
+        for name, axis in (("dk", "h"), ("dv", "d"))
+        if name in names
+    }
+    sums = _over(layout, where, head, sums)
+    where["s"] = layout.rows_at("s", where["s"].start)
+    unit = {"dk": spec.gradient_unit, "dv": spec.dropout_scale}
+    for name, view in zip(names, views, strict=True):
+        view.store(flash2.scaled(sums[name], unit[name]), where)
 
 
 def _over(layout: memory.Layout, where: program.Where, body: Callable, state):
@@ -213,30 +217,35 @@ def dbias(
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
     layout = memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
 
-    def kernel(q, k, v, spec, saved, outputs):
-        lse_log2, delta, do = saved
-        spec, where, result = program.tile_program(spec, layout)
-
-        def add_element(index, total):
-            here_spec, here, name, visited = program.element(spec, where, layout, index)
-
-            def visit(masked, block, total):
-                at = program.visit_at(here_spec, here, layout, name, block, masked)
-                pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
-                lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
-                qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
-                again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
-                dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
-                pulled = again.pull(dp, delta.load(("t", "s"), at))
-                more = Named(pulled.operand(field, qk), ("t", "s"))
-                return total + summed_to(more, own)
-
-            return visited.fold(visit, total)
-
-        total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
-        total = _over(layout, where, add_element, total)
-        outputs[0].store(total * spec.dropout_scale, result)
-
+    kernel = functools.partial(_dbias_kernel, launch, layout, own, field)
     inputs, name = (q, k, v, spec, saved), f"flash2_d{field}"
     found = memory.call(kernel, layout, inputs, outputs, name=name, launch=launch)
     return division.summed(found, outputs)
+
+
+def _dbias_kernel(
+    launch: Launch, layout, own, field: str, q, k, v, spec, saved, outputs
+):
+    """One program of `dbias`, for an operand with these rows."""
+    lse_log2, delta, do = saved
+    spec, where, result = program.tile_program(spec, layout)
+
+    def add_element(index, total):
+        here_spec, here, name, visited = program.element(spec, where, layout, index)
+
+        def visit(masked, block, total):
+            at = program.visit_at(here_spec, here, layout, name, block, masked)
+            pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
+            lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
+            qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
+            again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
+            dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
+            pulled = again.pull(dp, delta.load(("t", "s"), at))
+            more = Named(pulled.operand(field, qk), ("t", "s"))
+            return total + summed_to(more, own)
+
+        return visited.fold(visit, total)
+
+    total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
+    total = _over(layout, where, add_element, total)
+    outputs[0].store(total * spec.dropout_scale, result)

@@ -18,6 +18,7 @@ Shared memory: q [block_q, H], if not kept in registers, and num_stages times k
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jax import lax
 from pallas_kernels import program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.flash2 import Block
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
@@ -67,11 +70,7 @@ def forward(
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
             scores = pairs.scores(q_block, k.load(("s", "h"), here))
             v_block = v.load(("s", "d"), here)
-
-            def product(p):
-                p = pairs.drop(p).astype(v.dtype)
-                return flash2.times(p, v_block, launch.precision)
-
+            product = functools.partial(_product, pairs, v.dtype, v_block)
             # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
@@ -106,3 +105,9 @@ def forward(
     if not layout.parts:
         return tuple(x.value for x in found)
     return merged(*found, sink, outputs, interpret=launch.interpret)
+
+
+def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:
+    """What a block of probabilities adds to the output."""
+    p = pairs.drop(p).astype(dtype)
+    return flash2.times(p, v_block, pairs.precision)
