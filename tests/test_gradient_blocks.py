@@ -30,7 +30,7 @@ def test_a_table_is_whole_and_its_blocks_fit(path):
     assert all(x["measured"] for x in (*entries, *found["numbers"].values()))
     table = measured.of_gpu(found["gpu"])
     assert set(table.crossovers) == set(measured.CONDITIONS)
-    assert set(table.blocks) == set(measured.REGIMES) == set(found["blocks_measured"])
+    assert set(table.blocks) == set(measured.REGIMES) <= set(found["blocks_measured"])
     for condition in measured.CONDITIONS:
         for head in (8, 32, 64, 80, 128, 192, 256):
             point = table.crossover(condition, head)

@@ -24,7 +24,6 @@ from pallas_kernels.mosaic_gpu import (
     dq,
     gradients,
     memory,
-    prefetch,
     shared_memory,
     support,
     tuning,
@@ -38,7 +37,7 @@ from pallas_kernels.mosaic_gpu.tuning import ROWS
 #   a swizzled part of their operands.
 # dq, dbias: a warpgroup owns 64 queries. Sums of more than 128 keys are too many
 #   registers.
-_ROWS = {
+ROWS_OF_BLOCKS = {
     "backward": ((64, 128), (64, 128)),
     "dkv": ((64,), (64,)),
     "dq": ((64, 128, 192), (64, 128)),
@@ -112,7 +111,7 @@ def unfit(
       kernel, size, in_float32, pair_values: as of `num_bytes`.
     """
     names = "block_q", "block_kv"
-    for name, rows in zip(names, _ROWS[kernel], strict=True):
+    for name, rows in zip(names, ROWS_OF_BLOCKS[kernel], strict=True):
         if getattr(blocks, name) not in rows:
             allowed = ", ".join(map(str, rows[:-1]))
             allowed = f"{allowed} or {rows[-1]}" if allowed else f"{rows[-1]}"
@@ -186,7 +185,9 @@ def of_operand(call: Call) -> Blocks | str:
         return f"there is no kernel for a bias with head sizes {call.head_sizes}"
     chosen = call.config and call.config.dbias
     if chosen:
-        pair_values = next((x.dtype for x in prefetch.pair_values(call.spec)), None)
+        # What `prefetch.pair_values` gives, of operands that may be shape structs.
+        dtypes = [x.dtype for x in score.pair_operands.values()]
+        pair_values = next((x for x in dtypes if x.itemsize == 2), None)
         if why_not := unfit("dbias", chosen, call.size, pair_values=pair_values):
             return f"Config.dbias: {why_not}"
         blocks = chosen
