@@ -16,7 +16,7 @@ from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
 H200 = "NVIDIA H200"
-TABLES = sorted(tables.TUNING.glob("triton_*.json"))
+TABLES = sorted(tables.TUNING.glob("triton_nvidia_*.json"))
 SIZES = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
 
 
