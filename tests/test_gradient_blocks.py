@@ -173,7 +173,11 @@ OTHERS = {
     "one_warpgroup": ("segments_causal_gqa", 64, {"dkv": Blocks(64, 64, 4, 3)}),
     "columns": ("causal", 64, {"dkv": Blocks(128, 64, 4, 2)}),
     "one_stage": ("causal", 160, {"dkv": Blocks(64, 64, 4, 1)}),
+    "one_stage_of_two": ("segments_causal_gqa", 160, {"dkv": Blocks(64, 128, 8, 1)}),
+    "one_stage_in_columns": ("causal", 160, {"dkv": Blocks(128, 64, 4, 1)}),
+    "three_stages": ("causal", 208, {"dq": Blocks(128, 64, 8, 3)}),
     "dq_alone": ("causal", 208, {"dq": Blocks(64, 128, 4, 2)}),
+    "bias_rows": ("bias_half", 128, {"dbias": Blocks(64, 128, 4, 3)}),
     "bias": ("bias_half", 64, {"dbias": Blocks(192, 64, 12, 3)}),
 }
 
