@@ -8,7 +8,6 @@ is left if communication costs nothing. For this the benchmark reaches into the 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +59,7 @@ class Alone(Layout):
 
 def _attention(method: str, layout: Layout, q, k, v, **options) -> jax.Array:
     """As `jax_flash2.attention` with a context, of that method and layout."""
-    parameters = inspect.signature(_api.attention).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
-    call = _api._checked(
-        query=q, key=k, value=v, bias=None, mask=None, **{**defaults, **options}
-    )
+    call = _api.given(q, k, v, **options).checked()
     if method == "ring":
         return _ring.attend(call, None, layout)[0]
     local = _context._METHODS[method].local(call, layout)

@@ -1,4 +1,4 @@
-"""attention(), explain(): the arguments of a call, checked and made a `Call`."""
+"""attention() and explain(): what a caller gives, checked and run."""
 
 from __future__ import annotations
 
@@ -10,30 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _arguments, _backends, _context, _options, _sharding, _vjp
+from jax_flash2 import _backends, _context, _options, _sharding, _vjp
+from jax_flash2._arguments import Arguments, Array, Precision, Window
 from jax_flash2._arrays import unwrapped
-from jax_flash2._rows import Context, layout_of
-from pallas_kernels import division
-from pallas_kernels.backend import Call
+from jax_flash2._rows import Context
 from pallas_kernels.configs import Config
-from pallas_kernels.core.masks import Atom, Lengths
-from pallas_kernels.core.scores import (
-    Alibi,
-    Bias,
-    Score,
-    SoftCap,
-    Term,
-    masking_bias,
-)
-from pallas_kernels.core.spec import AttentionSpec
-
-Array = jax.Array | np.ndarray
-Window = int | tuple[int | None, int | None]
-Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
 
 class _Options(TypedDict, total=False):
-    """The keywords of `attention` that do not change what it returns."""
+    """The keywords of `attention` that do not change the type of its result.
+
+    For the overloads below alone: what they share can only be said in this form.
+    """
 
     scale: float | Array | None
     is_causal: bool
@@ -285,7 +273,32 @@ def attention(
     Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries;
     Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
     """
-    call = _checked(**locals())
+    call = Arguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        implementation=implementation,
+        config=config,
+        context=context,
+        return_residual=return_residual,
+    ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
         out, lse = _context.attend(call, implementation, context)
@@ -298,90 +311,11 @@ def attention(
     return out, lse if "n" not in call.size else jnp.swapaxes(lse, -1, -2)
 
 
-def _checked(
-    *,
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    scale,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    query_segment_ids,
-    key_value_segment_ids,
-    query_offset,
-    logits_soft_cap,
-    alibi_slopes,
-    sinks,
-    dropout_rate,
-    dropout_rng,
-    broadcast_dropout,
-    precision,
-    implementation,
-    config,
-    context,
-    return_residual,
-) -> Call:
-    """Checks the arguments of `attention` and gives their axes names.
-
-    Raises:
-      TypeError, ValueError: as `attention`.
-    """
-    query, key, value = _arguments.check_operands(query, key, value)
-    _options.check_bool("is_causal", is_causal)
-    _options.check_bool("return_residual", return_residual)
-    _options.check_implementation(implementation)
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
-    if context is not None and not isinstance(context, Context):
-        raise TypeError(f"context must be a jax_flash2.Context, got {context!r}")
-    precision = _options.check_precision(precision)
-
-    parts = 1 if context is None else layout_of(context).parts
-    shape = _arguments.Shape(query, key, value, parts)
-    masks: list[Atom] = []
-    window = _options.check_window(local_window_size, is_causal)
-    if window is not None:
-        masks.append(window)
-    lengths = [
-        shape.lengths(name, x, size)
-        for name, x, size in (
-            ("query_seq_lengths", query_seq_lengths, parts * shape.t),
-            ("key_value_seq_lengths", key_value_seq_lengths, parts * shape.s),
-        )
-    ]
-    if any(x is not None for x in lengths):
-        masks.append(Lengths(*lengths))
-    masks += shape.segments(query_segment_ids, key_value_segment_ids)
-    if mask is not None:
-        masks.append(shape.mask(mask))
-    scale, factor = shape.scale(scale)
-    soft_cap = _options.check_soft_cap(logits_soft_cap)
-    terms: list[Term] = []
-    if bias is not None:
-        bias = shape.bias(bias)
-        terms.append(Bias(bias, masking_bias(bias.dtype, soft_cap)))
-    if alibi_slopes is not None:
-        terms.append(Alibi(shape.slopes(alibi_slopes)))
-    if soft_cap is not None:
-        terms.append(SoftCap(soft_cap))
-    spec = AttentionSpec(
-        Score(scale, tuple(terms), factor),
-        tuple(masks),
-        shape.offset(query_offset),
-        sink=None if sinks is None else shape.sinks(sinks),
-        dropout=shape.dropout(dropout_rate, dropout_rng, broadcast_dropout),
-    )
-    if not spec.is_positional:
-        spec = dataclasses.replace(spec, offset=None)
-    spec = spec.with_known_rows(parts * shape.t, parts * shape.s)
-    q, k, v = shape.operands(query, key, value)
-    if config is not None:
-        division.check(config.splits, parts * shape.s)
-    return Call(q, k, v, spec, config, precision)
+def given(*arguments: Any, **keywords: Any) -> Arguments:
+    """The arguments of a call of `attention`, its defaults among them, unwrapped."""
+    bound = inspect.signature(attention).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    return Arguments(**{name: unwrapped(x) for name, x in bound.arguments.items()})
 
 
 def explain(*arguments: Any, **keywords: Any) -> str:
@@ -412,27 +346,26 @@ def explain(*arguments: Any, **keywords: Any) -> str:
       >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
       implementation: xla
     """
-    signature = inspect.signature(attention)
-    _options.check_keywords("explain", signature.parameters, keywords)
-    bound = signature.bind(*arguments, **keywords)
-    bound.apply_defaults()
-    given = {name: unwrapped(x) for name, x in bound.arguments.items()}
+    parameters = inspect.signature(attention).parameters
+    _options.check_keywords("explain", parameters, keywords)
+    found = given(*arguments, **keywords)
     structs = {
-        name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)
+        name: x
+        for name, x in vars(found).items()
+        if isinstance(x, jax.ShapeDtypeStruct)
     }
     texts = []
 
     def check(arrays):
-        call = _checked(**{**given, **arrays})
-        implementation, context = given["implementation"], given["context"]
-        if context is not None:
-            texts.append(_context.explain(call, implementation, context))
-        elif _context.on_mesh(divided, call, implementation) is None:
-            texts.append(_backends.explain(implementation, call))
+        call = dataclasses.replace(found, **arrays).checked()
+        if found.context is not None:
+            texts.append(_context.explain(call, found.implementation, found.context))
+        elif _context.on_mesh(divided, call, found.implementation) is None:
+            texts.append(_backends.explain(found.implementation, call))
 
     def divided(call, implementation, context):
         texts.append(_context.explain(call, implementation, context))
         return _context.attend(call, implementation, context)
 
     jax.eval_shape(check, structs)
-    return "\n".join([*texts[:1], *(f"  {line}" for line in _arguments.reading(given))])
+    return "\n".join([*texts[:1], *(f"  {line}" for line in found.reading())])

@@ -1,334 +1,183 @@
-"""Checks the arguments of attention and names their axes.
+"""The arguments of `attention` as one record, which checks them and makes the `Call`.
 
 Every error names the argument, says what was given and what was expected, and is
-raised before anything else happens. (Arguments that are no arrays: `_options`.)
+raised before anything else happens. (Arguments that are no arrays: `_options`; arrays
+beside query, key and value: `_shape`.)
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2._arrays import (
-    as_array,
-    as_integers,
-    check_array,
-    clipped,
-    unwrapped,
-    words,
+from jax_flash2 import _options
+from jax_flash2._arrays import as_array, check_array, unwrapped
+from jax_flash2._rows import Context, layout_of
+from jax_flash2._shape import Shape
+from pallas_kernels import division
+from pallas_kernels.backend import Call
+from pallas_kernels.configs import Config
+from pallas_kernels.core.masks import Atom, Lengths
+from pallas_kernels.core.scores import (
+    Alibi,
+    Bias,
+    Score,
+    SoftCap,
+    Term,
+    masking_bias,
 )
-from jax_flash2._options import FAR, STATIC, check_bool
-from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
-from pallas_kernels.core.dropout import Dropout, seeds
-from pallas_kernels.core.masks import DenseMask, SegmentIds
+from pallas_kernels.core.spec import AttentionSpec
+
+Array = jax.Array | np.ndarray
+Window = int | tuple[int | None, int | None]
+Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-class Shape:
-    """The sizes of a call, and checks of the other arguments against them.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Arguments:
+    """What `attention` was given: a field for each of its parameters, of its type."""
 
-    With rows that are divided over `parts` devices, `t` and `s` are those of one.
-    """
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    mask: Array | None
+    scale: float | Array | None
+    is_causal: bool
+    query_seq_lengths: Array | None
+    key_value_seq_lengths: Array | None
+    local_window_size: Window | None
+    query_segment_ids: Array | None
+    key_value_segment_ids: Array | None
+    query_offset: int | np.integer | Array
+    logits_soft_cap: float | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
+    precision: Precision | None
+    implementation: str | None
+    config: Config | None
+    context: Context | None
+    return_residual: bool
 
-    def __init__(self, query, key, value, parts: int = 1):
-        del value
-        self.parts = parts
-        self.dtype = query.dtype
-        self.head_size = query.shape[-1]
-        self.single = query.ndim == 2
-        self.batch = query.shape[:-3]
-        self.batch_axes = tuple(f"b{i}" for i in range(len(self.batch)))
-        self.t, self.s = (
-            x.shape[0] if self.single else x.shape[-3] for x in (query, key)
+    def checked(self) -> Call:
+        """The call that they describe, with named axes.
+
+        Raises:
+          TypeError, ValueError: as `attention`.
+        """
+        query, key, value = _check_operands(self.query, self.key, self.value)
+        precision = self._check_options()
+        parts = 1 if self.context is None else layout_of(self.context).parts
+        shape = Shape(query, key, parts)
+        masks = self._masks(shape)
+        score = self._score(shape)
+        spec = AttentionSpec(
+            score,
+            masks,
+            shape.offset(self.query_offset),
+            sink=None if self.sinks is None else shape.sinks(self.sinks),
+            dropout=shape.dropout(
+                self.dropout_rate, self.dropout_rng, self.broadcast_dropout
+            ),
         )
-        self.heads = () if self.single else (query.shape[-2],)
-        self.head_axes = ("n",) if self.heads else ()
+        if not spec.is_positional:
+            spec = dataclasses.replace(spec, offset=None)
+        all_keys = parts * shape.s
+        spec = spec.with_known_rows(parts * shape.t, all_keys)
+        if self.config is not None:
+            division.check(self.config.splits, all_keys)
+        q, k, v = shape.operands(query, key, value)
+        return Call(q, k, v, spec, self.config, precision)
 
-    def operands(self, query, key, value) -> list[Named]:
-        def axes(rows: str, heads: str, head: str) -> Axes:
-            return (*self.batch_axes, rows, *([] if self.single else [heads]), head)
+    def _check_options(self) -> jax.lax.Precision | None:
+        """Checks what says how a call is computed; returns the precision."""
+        _options.check_bool("is_causal", self.is_causal)
+        _options.check_bool("return_residual", self.return_residual)
+        _options.check_implementation(self.implementation)
+        if self.config is not None and not isinstance(self.config, Config):
+            raise TypeError(f"config must be a jax_flash2.Config, got {self.config!r}")
+        if self.context is not None and not isinstance(self.context, Context):
+            raise TypeError(
+                f"context must be a jax_flash2.Context, got {self.context!r}"
+            )
+        return _options.check_precision(self.precision)
 
-        return [
-            Named(query, axes("t", "n", "h")),
-            Named(key, axes("s", "k", "h")),
-            Named(value, axes("s", "k", "d")),
+    def _masks(self, shape: Shape) -> tuple[Atom, ...]:
+        masks: list[Atom] = []
+        window = _options.check_window(self.local_window_size, self.is_causal)
+        if window is not None:
+            masks.append(window)
+        lengths = [
+            shape.lengths(name, x, shape.parts * size)
+            for name, x, size in (
+                ("query_seq_lengths", self.query_seq_lengths, shape.t),
+                ("key_value_seq_lengths", self.key_value_seq_lengths, shape.s),
+            )
         ]
+        if any(x is not None for x in lengths):
+            masks.append(Lengths(*lengths))
+        masks += shape.segments(self.query_segment_ids, self.key_value_segment_ids)
+        if self.mask is not None:
+            masks.append(shape.mask(self.mask))
+        return tuple(masks)
 
-    def _integers(self, name: str, x, shape: tuple[int, ...]):
-        """Integers (`as_integers`) of exactly this shape."""
-        x = as_integers(name, x)
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} because query has batch shape "
-                f"{self.batch}, got shape {x.shape}"
-            )
-        return x
+    def _score(self, shape: Shape) -> Score:
+        scale, factor = shape.scale(self.scale)
+        soft_cap = _options.check_soft_cap(self.logits_soft_cap)
+        terms: list[Term] = []
+        if self.bias is not None:
+            bias = shape.bias(self.bias)
+            terms.append(Bias(bias, masking_bias(bias.dtype, soft_cap)))
+        if self.alibi_slopes is not None:
+            terms.append(Alibi(shape.slopes(self.alibi_slopes)))
+        if soft_cap is not None:
+            terms.append(SoftCap(soft_cap))
+        return Score(scale, tuple(terms), factor)
 
-    def lengths(self, name: str, x, size: int) -> Named | None:
-        if x is None:
-            return None
-        x = self._integers(name, x, self.batch)
-        return Named(clipped(x, 0, size), self.batch_axes)
+    def reading(self) -> list[str]:
+        """How the axes were read, if the arguments are right.
 
-    def segments(self, query_ids, key_value_ids) -> list[SegmentIds]:
-        """Zero atoms, one, or one for each half of 64-bit ids."""
-        if query_ids is None and key_value_ids is None:
-            return []
-        if query_ids is None:
-            raise ValueError(
-                "key_value_segment_ids requires query_segment_ids, got None: pass both"
-            )
-        if key_value_ids is None:
-            if self.t != self.s:
-                raise ValueError(
-                    "key_value_segment_ids defaults to query_segment_ids, which "
-                    f"requires T == S, got T={self.t} and S={self.s}: pass "
-                    "key_value_segment_ids"
-                )
-            key_value_ids = query_ids
-        q = self._integers("query_segment_ids", query_ids, (*self.batch, self.t))
-        kv = self._integers(
-            "key_value_segment_ids", key_value_ids, (*self.batch, self.s)
+        With notes on what may not be meant. (Arrays are as `unwrapped` gives them.)
+        """
+        shape = Shape(self.query, self.key)
+        key_heads = self.key.shape[-2] if shape.heads else 0
+        heads, of_keys = (
+            (f" of {n} heads" for n in (*shape.heads, key_heads))
+            if shape.heads
+            else ("", "")
         )
-        if len({jax.dtypes.canonicalize_dtype(x.dtype) for x in (q, kv)}) > 1:
-            raise TypeError(
-                "query_segment_ids and key_value_segment_ids must have the same "
-                f"dtype, got {q.dtype.name} and {kv.dtype.name}"
-            )
-        q_axes, kv_axes = (*self.batch_axes, "t"), (*self.batch_axes, "s")
-        own = key_value_ids is query_ids
-        return [
-            SegmentIds(Named(a, q_axes), Named(b, kv_axes), own)
-            for a, b in words(q, kv)
+        lines = [
+            f"read as: batch {shape.batch}, {shape.t} query rows{heads}, {shape.s} key "
+            f"rows{of_keys}, head size {shape.head_size}"
         ]
-
-    def mask(self, x) -> DenseMask:
-        x = as_array("mask", x)
-        if x.dtype != jnp.bool_:
-            raise TypeError(
-                f"mask must have dtype bool (True = attend), got {x.dtype.name}: of a "
-                "mask of 1 (attend) and 0 pass mask.astype(bool); one that is added to "
-                "the scores, of which 0 attends, is a bias: pass it as bias="
+        if shape.s < key_heads:
+            lines.append(
+                "note: there are fewer rows than heads, and axes are [*B, rows, heads, "
+                "head size]"
             )
-        return DenseMask(self._of_pairs("mask", x))
-
-    def _of_pairs(self, name: str, x) -> Named:
-        """An array that broadcasts to [*B, N, T, S]."""
-        full = (*self.batch, *self.heads, self.t, self.s)
-        names = (*self.batch_axes, *self.head_axes, "t", "s")
-        rows, keys = (1, 1, *x.shape)[-2:]
-        if self.parts > 1:
-            all_keys = self.parts * self.s
-            # An element for the only row of a device is no constant of all devices.
-            of_one_row = self.t == keys == 1 != self.s
-            if keys == all_keys:
-                full, names = (*full[:-1], all_keys), (*names[:-1], ALL_KEYS)
-            elif rows == 1 and not of_one_row:  # of keys, or of neither
-                full, names = (*full[:-2], 1, self.s), (*names[:-2], None, "s")
-            elif keys == 1:
-                full, names = (*full[:-1], 1), (*names[:-1], None)
-            else:
-                raise ValueError(
-                    f"{name} with rows of queries must have the {all_keys} keys of all "
-                    f"{self.parts} devices, got shape {x.shape}"
-                )
-        return _broadcast(name, x, full, names)
-
-    def _float(self, name: str, x) -> jax.Array:
-        """A float array, converted to float32 if it is wider than that and query."""
-        x = as_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            is_mask = name == "bias" and x.dtype == jnp.bool_
-            hint = ": pass a boolean mask as mask=" if is_mask else ""
-            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}{hint}")
-        wide = x.dtype.itemsize > max(4, self.dtype.itemsize)
-        return x.astype(jnp.float32) if wide else x
-
-    def _per_head(self, name: str, x, batched: bool) -> Named:
-        x = self._float(name, x)
-        shapes: dict[tuple[int, ...], Axes] = {self.heads: self.head_axes}
-        if batched:
-            shapes[self.batch + self.heads] = self.batch_axes + self.head_axes
-        if x.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} must have shape {expected}, got shape {x.shape}")
-        return Named(x, shapes[x.shape])
-
-    def slopes(self, x) -> Named:
-        return self._per_head("alibi_slopes", x, batched=True)
-
-    def sinks(self, x) -> Named:
-        return self._per_head("sinks", x, batched=False)
-
-    def bias(self, x) -> Named:
-        return self._of_pairs("bias", self._float("bias", x))
-
-    def dropout(self, rate, rng, broadcast) -> Dropout | None:
-        """None if the rate rounds to 0."""
-        check_bool("broadcast_dropout", broadcast)
-        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
-            raise TypeError(
-                f"dropout_rate must be a Python number {STATIC}, got "
-                f"{type(rate).__name__}"
+        offset = self.query_offset
+        at_start = isinstance(offset, int | np.integer) and offset == 0
+        aligned = self.is_causal and at_start and self.context is None
+        if aligned and shape.t < shape.s:
+            lines.append(
+                "note: with is_causal and query_offset=0 no query attends to keys "
+                f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are "
+                "the last ones"
             )
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
-        threshold = max(Dropout.threshold_of(float(rate)), 1)
-        rng = unwrapped(rng)
-        if rng is not None:
-            _check_key(rng)
-        if rate == 0.0:
-            return None
-        if rng is None:
-            raise ValueError(
-                f"dropout_rate={rate} requires dropout_rng, a JAX random key, got None"
-            )
-        typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        raw = jax.eval_shape(jax.random.PRNGKey, 0)
-        one = () if typed else raw.shape
-        if rng.shape != one or not (typed or rng.dtype == raw.dtype):
-            raise ValueError(
-                "dropout_rng must be a single key from jax.random.key or "
-                f"jax.random.PRNGKey, got shape {rng.shape} and dtype {rng.dtype}"
-            )
-        if threshold == Dropout.threshold_of(0.0):
-            return None
-        if jax.config.jax_debug_key_reuse:
-            jax.random.bits(rng)  # what `jax.debug_key_reuse` takes for a use
-        words = jax.random.key_data(rng) if typed else jnp.asarray(rng)
-        axes = () if broadcast else (*self.batch_axes, *self.head_axes)
-        found = seeds(words) if broadcast else seeds(words, self.batch, self.heads)
-        first, second = (Named(x, axes) for x in found)
-        return Dropout((first, second), threshold)
-
-    def scale(self, x) -> tuple[float, Named | None]:
-        """The scale as a static number and a factor that is data."""
-        x = unwrapped(x)
-        if x is None:
-            return 1.0 / math.sqrt(self.head_size), None
-        if isinstance(x, jax.Array) and x.shape == ():
-            return 1.0, Named(self._float("scale", x), ())
-        try:
-            if isinstance(x, bool | str):
-                raise TypeError
-            x = float(x)
-        except (TypeError, ValueError) as error:
-            shape = f" of shape {np.shape(x)}" if hasattr(x, "shape") else ""
-            raise TypeError(
-                "scale must be a number or a scalar array with a float dtype, got "
-                f"{type(x).__name__}{shape}"
-            ) from error
-        if not math.isfinite(x):
-            raise ValueError(f"scale must be finite, got {x}")
-        return x, None
-
-    def offset(self, x) -> Named | None:
-        """query_offset as data, so that a new value compiles nothing; None for 0."""
-        x = unwrapped(x)
-        if isinstance(x, int | np.integer) and not isinstance(x, bool):
-            if x == 0:
-                return None
-            return Named(np.int32(min(max(x, -FAR), FAR)), ())
-        if isinstance(x, bool | float) or x is None:
-            raise TypeError(
-                f"query_offset must be an int or an int32 array, got {type(x).__name__}"
-            )
-        check_array("query_offset", x)
-        shape, axes = (self.batch, self.batch_axes) if x.shape else ((), ())
-        x = self._integers("query_offset", x, shape)
-        return Named(clipped(x, -FAR, FAR), axes)
+        return lines
 
 
-def reading(given: dict[str, Any]) -> list[str]:
-    """How the axes of a call were read, with notes on what may not be meant.
-
-    Args:
-      given: the arguments of `attention`, checked.
-    """
-    key = given["key"]
-    shape = Shape(given["query"], key, given["value"])
-    key_heads = key.shape[-2] if shape.heads else 0
-    heads, of_keys = (
-        (f" of {n} heads" for n in (*shape.heads, key_heads))
-        if shape.heads
-        else ("", "")
-    )
-    lines = [
-        f"read as: batch {shape.batch}, {shape.t} query rows{heads}, {shape.s} key "
-        f"rows{of_keys}, head size {shape.head_size}"
-    ]
-    if shape.s < key_heads:
-        lines.append(
-            "note: there are fewer rows than heads, and axes are [*B, rows, heads, "
-            "head size]"
-        )
-    offset = given["query_offset"]
-    at_start = isinstance(offset, int | np.integer) and offset == 0
-    aligned = given["is_causal"] and at_start and given["context"] is None
-    if aligned and shape.t < shape.s:
-        lines.append(
-            "note: with is_causal and query_offset=0 no query attends to keys "
-            f"{shape.t} to {shape.s - 1}: pass query_offset if these queries are the "
-            "last ones"
-        )
-    return lines
-
-
-def _broadcast(name: str, x, full: tuple[int, ...], names: Axes) -> Named:
-    """Names the axes of `x`, which broadcasts to `full` (axes `names`)."""
-    fits = x.ndim <= len(full) and all(
-        size in (1, whole)
-        for size, whole in zip(x.shape[::-1], full[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"{name} must broadcast to {full}, got shape {x.shape}"
-            f"{_missing_axes(name, x.shape, full, names)}"
-        )
-    last = len(full) - x.ndim
-    axes = (
-        None if size == 1 and whole != 1 else axis
-        for size, whole, axis in zip(x.shape, full[last:], names[last:], strict=True)
-    )
-    return Named(x, tuple(axes))
-
-
-def _missing_axes(name: str, shape, full: tuple[int, ...], names: Axes) -> str:
-    """What to do about axes of heads or queries that a mask or bias lacks."""
-    batch = len(names) - 3
-    if batch < 1:
-        return ""
-    leading = ", ".join([":"] * batch)
-    if shape == (*full[:batch], full[-1]):
-        more = ", or lengths as key_value_seq_lengths" if name == "mask" else ""
-        return f": of keys, pass {name}[{leading}, None, None, :]{more}"
-    if shape == (*full[:batch], *full[-2:]):
-        return f": for all heads, pass {name}[{leading}, None, :, :]"
-    return ""
-
-
-def _check_key(rng) -> None:
-    """Raises a TypeError if `rng` is no array."""
-    if isinstance(rng, int):
-        raise TypeError(
-            "dropout_rng must be a JAX random key, an array, got "
-            f"{type(rng).__name__}: pass jax.random.key({rng})"
-        )
-    # Flax's `nnx.Rngs` has every attribute, also a dtype.
-    if callable(rng) and not isinstance(getattr(rng, "shape", None), tuple):
-        raise TypeError(
-            "dropout_rng must be a JAX random key, an array, got "
-            f"{type(rng).__name__}: of Flax's nnx.Rngs pass rngs.dropout()"
-        )
-    check_array("dropout_rng", rng)
-
-
-def check_operands(query, key, value):
+def _check_operands(query: Array, key: Array, value: Array) -> tuple[jax.Array, ...]:
+    """As JAX arrays."""
     given = {"query": query, "key": key, "value": value}
     given = {name: unwrapped(x) for name, x in given.items()}
     check_array("query", given["query"])

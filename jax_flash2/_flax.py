@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_flash2._api import Array, Precision, attention
+from jax_flash2._api import attention
+from jax_flash2._arguments import Array, Precision
 from jax_flash2._arrays import as_array, unwrapped
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash2._arguments import check_array
+from jax_flash2._arrays import check_array
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.positions import Numbering
 

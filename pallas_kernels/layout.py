@@ -130,7 +130,7 @@ class View(abc.ABC):
 
     def load(
         self, order: tuple[str, ...], where: Mapping[str, Any], padding: float = 0
-    ):
+    ) -> Any:
         """The block at `where` with axes `order`, of size 1 where there is none.
 
         Args:

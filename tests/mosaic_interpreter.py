@@ -284,11 +284,7 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     These are out and lse and, where its backward kernel serves the call, the gradients
     of query, key, value and sinks.
     """
-    parameters = inspect.signature(_api.attention).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
-    q, k, v = arrays
-    options = {"bias": None, "mask": None, **defaults, **arguments}
-    call = _api._checked(query=q, key=k, value=v, **options)
+    call = _api.given(*arrays, **arguments).checked()
     problem = Problem.of(call, "mosaic_gpu", is_named=True)
     names = ("forward", "backward", "operand_gradients")[
         : 2 + bool(call.spec.score.operands)

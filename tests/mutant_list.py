@@ -326,7 +326,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "jax_flash2/_arguments.py",
+        "jax_flash2/_shape.py",
         (
             "far offsets as they are",
             "return Named(clipped(x, -FAR, FAR), axes)",
@@ -365,7 +365,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "jax_flash2/_api.py",
+        "jax_flash2/_arguments.py",
         (
             "positions of ALiBi without a window dropped",
             "if not spec.is_positional:",

@@ -1,5 +1,6 @@
 """Wrong calls: an error that names the argument, what came and what was expected."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -109,9 +110,12 @@ def test_explain_refuses_shardings_that_attention_refuses():
 
 
 def test_types_name_every_keyword():
-    """The overloads of `attention` have its keywords, with its types."""
+    """The overloads of `attention` and its `Arguments` have its keywords and types."""
     types = dict(inspect.get_annotations(attention))
-    for name in ("query", "key", "value", "bias", "mask", "return_residual", "return"):
+    del types["return"]
+    fields = dataclasses.fields(_api.Arguments)
+    assert [(x.name, x.type) for x in fields] == list(types.items())
+    for name in ("query", "key", "value", "bias", "mask", "return_residual"):
         del types[name]
     options = inspect.get_annotations(_api._Options)
     assert {k: x.__forward_arg__ for k, x in options.items()} == types

@@ -14,8 +14,9 @@ from pallas_kernels import tables
 from pallas_kernels.mosaic_gpu import forward_plan, gradient_blocks, measured
 from tests import mosaic_interpreter
 from tests.cases import ON_GPU, by_name
-from tests.lowering import lower_for_gpu, on_gpu
+from tests.lowering import lower_for_gpu, on_gpu, string_attributes
 from tests.mosaic import MOSAIC, check, on_hopper, with_heads
+from tests.test_mosaic_memory import asked as shared_memory_asked
 from tests.tiers import deep, deeply
 
 H100 = tables.DEFAULT_GPUS["mosaic_gpu"]
@@ -112,6 +113,11 @@ def test_the_callers_blocks_lower(kernel, head, value, blocks):
     text = lowered(Config(**{gradient_blocks.FIELDS[kernel]: blocks}))
     assert "triton" not in text
     assert text != lowered(None)
+    modules = string_attributes(text, "module")
+    size = {"t": 1024, "s": 1024, "h": head, "d": value}
+    pair_values = jnp.bfloat16 if kernel == "dbias" else None
+    need = gradient_blocks.num_bytes(kernel, blocks, size, pair_values=pair_values)
+    assert need in map(shared_memory_asked, modules)
 
 
 UNFIT = {

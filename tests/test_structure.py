@@ -26,13 +26,13 @@ MOST_DEPTH = 3
 DEEP_FUNCTIONS = 0
 
 # Where features are named outside of `pallas_kernels/core` and of what reads arguments:
-# identifiers of the code, in how many files and how often (before: 278 of them).
-ARGUMENTS = ("_api", "_arguments", "_options", "_flax", "nn")
+# identifiers of the code, in how many files and how often (lab note 093).
+ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_flax", "nn")
 FEATURES = {
-    "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
+    "bias": (r"bias", 7, 42),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 56),
-    "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 32),
+    "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),
     "lengths": (r"length|(kv|q)_limit", 10, 21),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Context, _api, attention, explain
+from jax_flash2 import Context, _arguments, attention, explain
 from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
@@ -47,7 +47,7 @@ def with_toys(function, masks=(), gain=None):
                 score = dataclasses.replace(score, terms=terms)
             return AttentionSpec(score, (*atoms, *masks), *rest, **more)
 
-        with mock.patch.object(_api, "AttentionSpec", spec):
+        with mock.patch.object(_arguments, "AttentionSpec", spec):
             return function(*arguments, **keywords)
 
     return called

@@ -137,8 +137,8 @@ def compute(program: Program) -> None:
     if plan.drops_keys:
         size, kept = plan.layout.size["s"], program.inputs.spec.keys
         attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
-        for tile in (refs.k, refs.v):
-            clear_keys.clear(tile.ref.at[0, consumer.rows], attended)
+        for operand in (refs.k, refs.v):
+            clear_keys.clear(operand.ref.at[0, consumer.rows], attended)
     accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
@@ -310,8 +310,8 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
         def _():
             plgpu.barrier_wait(refs.dq_empty.at[me])
 
-    def store(tile: Tile, gradient, out):
-        part = tile.at((0, consumer.rows))
+    def store(operand: Tile, gradient, out):
+        part = operand.at((0, consumer.rows))
         if in_float32:
             part = refs.dq.at((me, pl.ds(0, ROWS)))
         part.ref[...] = gradient.astype(out.dtype)

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import gradients, memory, support, tuning
 from pallas_kernels.mosaic_gpu.gradients import (
@@ -52,16 +51,16 @@ class Plan(gradients.Plan):
         layout = memory.Layout.of(
             "dkv", operands, launch, by_block=True, blocks_alike=alike
         )
-        dtype = inputs.q.dtype
+        dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
         return cls(
             launch,
             layout,
-            launch.blocks.block_kv // ROWS,
-            dtype,
-            tuning.sums_of_dq(spec, layout),
-            bool(layout.parts) or outputs[1].dtype != dtype,
-            spec.drops_keys,
-            _overlaps_exponents(layout, spec),
+            consumers=launch.blocks.block_kv // ROWS,
+            dtype=dtype,
+            dq_accumulators=tuning.sums_of_dq(spec, layout),
+            in_float32=bool(layout.parts) or outputs[1].dtype != dtype,
+            drops_keys=spec.drops_keys,
+            overlaps_exponents=tuning.waits_early(width, spec),
         )
 
     @property
@@ -97,10 +96,6 @@ class Plan(gradients.Plan):
         if self.block_q == ROWS * self.consumers:
             return RowsOfDq(self.width["h"])
         return ColumnsOfDq(self.block_q, self.width["h"] // self.consumers)
-
-
-def _overlaps_exponents(layout: memory.Layout, spec: AttentionSpec) -> bool:
-    return tuning.waits_early(tuning.head_tiles(layout.size), spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +184,11 @@ class Refs:
         if not plan.pipelines_scores:  # a consumer makes some columns of dq
             swizzled["h"] = math.gcd(swizzled["h"], plan.width["h"] // consumers)
 
-        def tile(head: str, count: int, size: int, along: str) -> Tile:
-            shape = count, size
-            return plan.tile(head, *shape, swizzled=swizzled[head], along=along)
+        def rows_of(head: str, *shape: int, along: str) -> Tile:
+            return plan.head_tile(head, *shape, swizzled=swizzled[head], along=along)
 
-        q = tile("h", plan.stages, rows, "t")
-        do = tile("d", plan.stages, rows, "t")
+        q = rows_of("h", plan.stages, rows, along="t")
+        do = rows_of("d", plan.stages, rows, along="t")
         # Parts of dk and dv in float32 pass through dq, too.
         parts = (memory.head_elements(size[x]) for x in "hd")
         dq_swizzled = math.gcd(swizzled["h"], *parts)
@@ -209,9 +203,9 @@ class Refs:
             dq_full=barriers(num_arrivals=consumers),
             dq_empty=barriers(num_arrivals=1),
             dz=Tile(dz),
-            k=tile("h", 1, keys, "s"),
+            k=rows_of("h", 1, keys, along="s"),
             q=q,
-            v=tile("d", 1, keys, "s"),
+            v=rows_of("d", 1, keys, along="s"),
         )
 
 

@@ -123,8 +123,8 @@ class Refs:
     @classmethod
     def declare(cls, plan: Plan) -> Refs:
         consumers, stages = plan.consumers, plan.stages
-        rows = plan.tile("h", stages, plan.block_q, along="t")
-        keys = plan.tile("h", stages, plan.block_kv, along="s")
+        rows = plan.head_tile("h", stages, plan.block_q, along="t")
+        keys = plan.head_tile("h", stages, plan.block_kv, along="s")
         pipeline = Pipeline.declare(ProductStage(rows, keys), stages, readers=consumers)
         bias = bias_full = None
         if plan.bias is not None:
@@ -240,10 +240,10 @@ class Consumer(gradients.Consumer):
         where = program.with_rows(where, me * ROWS, ROWS)
         if program.plan.bias is not None:
             view, *_ = prefetch.pair_values(spec)
-            tile, full = refs.bias.ref.at[me], refs.bias_full.at[me]
-            plgpu.copy_gmem_to_smem(view.at(where), tile, full)
+            bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
+            plgpu.copy_gmem_to_smem(view.at(where), bias, full)
             plgpu.barrier_wait(full)
-            spec = prefetch.with_pair_tile(spec, tile)
+            spec = prefetch.with_pair_tile(spec, bias)
         return cls(program, rows, where, spec)
 
     def issue(self, accumulator, i) -> None:

@@ -144,14 +144,14 @@ class Refs:
         rows, keys, stages = plan.block_q, plan.block_kv, plan.stages
         part = {x: math.gcd(plan.swizzled[x], plan.halves[x]) for x in "hd"}
 
-        def tile(head: str, *shape: int, dtype=None) -> Tile:
-            return plan.tile(head, *shape, dtype=dtype, swizzled=part[head])
+        def rows_of(head: str, *shape: int, dtype=None) -> Tile:
+            return plan.head_tile(head, *shape, dtype=dtype, swizzled=part[head])
 
         def queries(head: str) -> Tile:
-            found = tile(head, stages, rows)
+            found = rows_of(head, stages, rows)
             if not plan.in_float32:
                 return found
-            result = tile(head, keys, dtype=F32)
+            result = rows_of(head, keys, dtype=F32)
             return Tile(support.in_one_place(found.forms, result.forms))
 
         def pairs(head: str) -> Tile:  # both operands of a product have one swizzle
@@ -163,12 +163,12 @@ class Refs:
             **declare_stages(plan, q, do),
             do_or_dv=do,
             dz=pairs("h"),
-            k=tile("h", 1, keys),
+            k=rows_of("h", 1, keys),
             p=pairs("d"),
             pairs_full=barriers(num_arrivals=1),
             pairs_empty=barriers(num_arrivals=_CONSUMERS),
             q_or_dk=q,
-            v=tile("d", 1, keys),
+            v=rows_of("d", 1, keys),
         )
 
     @property

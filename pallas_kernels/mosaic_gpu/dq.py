@@ -93,11 +93,11 @@ class Refs:
     def declare(cls, plan: Plan) -> Refs:
         consumers, stages, keys = plan.consumers, plan.stages, plan.block_kv
         return cls(
-            do=plan.tile("d", consumers, ROWS),
-            keys=Pipeline.declare(plan.tile("h", stages, keys), stages, consumers),
+            do=plan.head_tile("d", consumers, ROWS),
+            keys=Pipeline.declare(plan.head_tile("h", stages, keys), stages, consumers),
             queries_full=plgpu.Barrier(num_barriers=consumers, num_arrivals=2),
-            q=plan.tile("h", consumers, ROWS),
-            values=Pipeline.declare(plan.tile("d", 1, keys), 1, consumers),
+            q=plan.head_tile("h", consumers, ROWS),
+            values=Pipeline.declare(plan.head_tile("d", 1, keys), 1, consumers),
         )
 
 

@@ -150,7 +150,7 @@ class Plan:
         """Elements that the swizzled parts of these tiles divide (`support.tile`)."""
         return memory.of_tiles(self.layout.size, self.width)[0]
 
-    def tile(
+    def head_tile(
         self,
         head: str,
         *shape: int,
@@ -389,9 +389,9 @@ class KeyProgram:
 def load(program: KeyProgram) -> None:
     """The producer loads the block's keys and values, then queries tile by tile."""
     refs, (q, k, v, _, saved, _) = program.refs, program.inputs
-    for x, tile in ((k, refs.k), (v, refs.v)):
-        source, first = x.at(program.block), tile.copied.at[0]
-        plgpu.copy_gmem_to_smem(source, first, refs.keys_full)
+    for array, held in ((k, refs.k), (v, refs.v)):
+        source, target = array.at(program.block), held.copied.at[0]
+        plgpu.copy_gmem_to_smem(source, target, refs.keys_full)
 
     @pl.loop(0, program.tiles.count)
     def _(tile):

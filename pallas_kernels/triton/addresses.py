@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -21,18 +22,18 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 
 try:
-    from jax._src.pallas.triton import lowering as pallas
+    from jax._src.pallas.triton import lowering
     from jax._src.state.types import WriteEffect
 except ImportError:
-    pallas = None
+    lowering = None
 
 # Private names: without one of them kernels are as right, and less fast.
 _NAMES = """
     _add _bcast_to _dtype_to_ir_type _ensure_ir_value _expand_dims _full _ir_cast _load
     _make_range _mul _store pallas_core register_lowering
 """
-if not all(hasattr(pallas, name) for name in _NAMES.split()):
-    pallas = None
+_has_names = all(hasattr(lowering, name) for name in _NAMES.split())
+pallas: Any = lowering if _has_names else None
 
 _load = Primitive("load_block")
 _store = Primitive("store_block")
@@ -84,7 +85,7 @@ def _cut(index: tuple) -> tuple[list[jax.Array], tuple[int | None, ...]]:
     slices = [place if isinstance(place, pl.Slice) else None for place in index]
     places = zip(index, slices, strict=True)
     starts = [jnp.int32(place if s is None else s.start) for place, s in places]
-    return starts, tuple(None if s is None else s.size for s in slices)
+    return starts, tuple(None if s is None else int(s.size) for s in slices)
 
 
 @_load.def_abstract_eval

@@ -35,7 +35,7 @@ from jax import lax
 
 from pallas_kernels import division, program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Axes, Named, summed_to
+from pallas_kernels.core.axes import Named, summed_to
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory
 from pallas_kernels.triton.memory import Launch
@@ -198,7 +198,7 @@ def dbias(
     outputs: tuple[Named],
     *,
     field: str,
-    summed: Axes,
+    summed: tuple[str, ...],
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """Gradient of an operand of the score (bias, ALiBi's slopes, factor).

@@ -104,7 +104,8 @@ def forward(
     )
     if not layout.parts:
         return tuple(x.value for x in found)
-    return merged(*found, sink, outputs, interpret=launch.interpret)
+    o, lse = found
+    return merged(o, lse, sink, outputs, interpret=launch.interpret)
 
 
 def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:

@@ -87,10 +87,11 @@ def merged(
         name="flash2_merge",
     )(*inputs)
     results = zip(found, ((*of_rows, "d"), of_rows), outputs, strict=True)
-    return tuple(
+    whole_o, whole_lse = (
         Named(x.reshape([*shape, *x.shape[1:]]), own).to(out.axes)
         for x, own, out in results
     )
+    return whole_o, whole_lse
 
 
 @dataclasses.dataclass(frozen=True)

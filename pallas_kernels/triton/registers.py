@@ -31,6 +31,7 @@ def _lower(ctx, x: ir.Value, *, most: int) -> ir.Value:
     module = ir.InsertionPoint.current.block.owner
     while module.name != "builtin.module":
         module = module.parent
+        assert module is not None
     number = ir.IntegerType.get_signless(32)
     module.attributes[_ATTRIBUTE] = ir.IntegerAttr.get(number, most)
     return x

@@ -81,10 +81,10 @@ def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:
     a comparison and two multiplications more; here they are 0. With one rounding for
     the two, a result may be above 1 by as much as the roundoff of a large shift says.
     """
-    scale = np.float32(scale).view(np.uint32)
+    bits = np.float32(scale).view(np.uint32)
     (result,) = plgpu.elementwise_inline_asm(
         "{.reg .f32 e; neg.f32 e, $2; "
-        f"fma.rn.ftz.f32 e, $1, 0f{scale:08X}, e; ex2.approx.ftz.f32 $0, e;}}",
+        f"fma.rn.ftz.f32 e, $1, 0f{bits:08X}, e; ex2.approx.ftz.f32 $0, e;}}",
         args=[x, jnp.broadcast_to(jnp.asarray(shift, x.dtype), x.shape)],
         constraints="=f,f,f",
         pack=1,
