@@ -106,7 +106,7 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/__init__.py",
         (
             "the caller's blocks of gradients known to be slower",
-            "if config is None or config.dkv is None:",
+            "if config is None or not (config.dkv or config.dq):",
             "if True:",
             f"{BLOCKS} -k not_slower",
         ),

@@ -170,6 +170,10 @@ def test_the_callers_blocks_are_not_slower_ones():
     assert "backward: triton (not mosaic_gpu: about" in few
     more = explained((8, 512, 16), 64, Config(dkv=Blocks(64, 64, 4, 2)))
     assert "backward: mosaic_gpu" in more
+    wide = explained((64, 256, 8), 256, None)
+    assert "backward: triton (not mosaic_gpu: about" in wide
+    more = explained((64, 256, 8), 256, Config(dq=Blocks(64, 64, 4, 2)))
+    assert "backward: mosaic_gpu" in more
 
 
 interpreted = pytest.mark.skipif(

@@ -129,7 +129,7 @@ def _backward_plan(call: Call) -> Plan | Declined:
     ):
         return Declined(f"blocks would lie in several stripes of {odd} rows")
     slower = None
-    if config is None or config.dkv is None:
+    if config is None or not (config.dkv or config.dq):
         makes_gradient = not isinstance(gradient_blocks.of_operand(call), str)
         slower = tuning.slower_backward(call, makes_gradient=makes_gradient)
     divided = filter(None, [words("dkv", layout.parts)])
