@@ -16,10 +16,13 @@ class Blocks:
 
     Attributes:
       block_q: query rows of a block, a multiple of 16. The Triton kernels want a power
-        of two, here and below; the Mosaic GPU kernels 64, 128 or 192.
-      block_kv: key rows of a block, a multiple of 16.
+        of two, here and below; the Mosaic GPU kernels 64, 128 or 192, not all of them
+        each.
+      block_kv: key rows of a block, a multiple of 16. The Mosaic GPU kernels want 64 or
+        128, the forward one also 192 or 256.
       num_warps: warps (of 32 threads) that share a block, 1 to 16. The Mosaic GPU
-        kernels want 4 for each 64 query rows.
+        kernels want 4 for each 64 query rows, and that of `Config.dkv` 4 for each 64
+        keys, or 8 for wide heads.
       num_stages: depth of the software pipeline of loads, at least 1.
       max_registers: most registers of a thread, a multiple of 8 from 24 to 248; None
         lets the compiler choose. A multiprocessor has 65,536 registers: fewer for each
@@ -78,15 +81,20 @@ class Config:
     """Configuration of the kernels of one call.
 
     The "xla" backend uses `block_q` and `block_kv` of `forward`, and of `dkv` for the
-    backward pass.
+    backward pass. Kernels of the "mosaic_gpu" backend run with blocks that they can
+    have, of `forward`, `dkv`, `dq` and `dbias`; with others the call, or the pass, goes
+    to the "triton" backend, and `explain` says why.
 
     Attributes:
       forward: blocks of the forward kernel; None, here and below, lets the library
         choose.
-      dkv: blocks of the kernel that computes the gradients of key and value.
+      dkv: blocks of the kernel that computes the gradients of key and value. That of
+        the "mosaic_gpu" backend computes the gradient of query, too, if heads are not
+        wide (above 192, or 320 for key and value together).
       dk, dv: blocks of the two kernels that replace it for head sizes above 128; None
-        uses `dkv`.
-      dq: blocks of the kernel that computes the gradient of query.
+        uses `dkv`. The "mosaic_gpu" backend has no such kernels.
+      dq: blocks of the kernel that computes the gradient of query. The "mosaic_gpu"
+        backend has one for wide heads only.
       dbias: blocks of the kernel that computes the gradient of `bias`, `alibi_slopes`
         or a `scale` that is an array.
       splits: into how many parts each kernel divides the work of a block of rows, from

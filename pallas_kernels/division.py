@@ -27,21 +27,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device
+from pallas_kernels import device, tables
 from pallas_kernels.core.axes import Axes, Heads, Named, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.tables import FEW_ROWS
 
 PARTS = ("y", "z")
 
-# The next three were measured on an H200 (benchmarks/lab/062-division-of-work.md).
-# Programs for each multiprocessor from which on parts would cost more than they bring.
-_ENOUGH = 3
-# And those that loops over heads are divided to make: some have less to do than others,
-# and those that are left over should be short.
-WAVES = 8
-# Blocks of keys or queries that a part of a range has at least.
-_FEWEST_BLOCKS = 4
+
+def _number(name: str) -> int:
+    """A number of the table that all kernels have.
+
+    enough_programs: programs for each multiprocessor from which on parts would cost
+    more than they bring. waves: those that loops over heads are divided to make: some
+    have less to do than others, and those that are left over should be short.
+    fewest_blocks: blocks of keys or queries that a part of a range has at least.
+    """
+    return tables.number("triton", name)
 
 
 def parts(
@@ -51,7 +53,7 @@ def parts(
     *,
     few_rows: bool,
     splits: int | None,
-    waves: int = WAVES,
+    waves: int | None = None,
 ) -> dict[str, int]:
     """Into how many parts the work of each program is divided, by axis.
 
@@ -61,7 +63,8 @@ def parts(
       blocks: of keys or queries that it visits at most for each; 1 if it owns both.
       few_rows: whether it waits for memory most of the time, as a block of few rows.
       splits: how many parts there are to be (`configs.Config`); None chooses.
-      waves: programs for each multiprocessor that heads are divided to make.
+      waves: programs for each multiprocessor that heads are divided to make; None for
+        the table's.
 
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
@@ -74,11 +77,12 @@ def parts(
     else:
         gpu = device.multiprocessors()
         y = z = 1
-        if programs < _ENOUGH * gpu:
+        waves = _number("waves") if waves is None else waves
+        if programs < _number("enough_programs") * gpu:
             y = -(-elements // _run(elements, elements * programs // (waves * gpu)))
         room = gpu * (2 if few_rows else 1)
         if programs * y < 0.8 * room:
-            z = max(1, min(blocks // _FEWEST_BLOCKS, room // (programs * y)))
+            z = max(1, min(blocks // _number("fewest_blocks"), room // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
 
 

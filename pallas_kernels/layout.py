@@ -208,7 +208,7 @@ class Layout(abc.ABC):
       splits: into how many parts a program's work is divided (`division`), or None.
     """
 
-    waves = division.WAVES  # programs for each multiprocessor, where heads are divided
+    waves: int | None = None  # as for `division.parts`
 
     def __init__(
         self,

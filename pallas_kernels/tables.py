@@ -1,7 +1,8 @@
 """Tuned blocks: what tells calls apart, and the tables by backend and GPU.
 
 A table is made by `python -m benchmarks.tune` on a GPU. It has the fastest blocks found
-there, by kernel, padded head size and regime.
+there, by kernel, padded head size and regime, and the other numbers of the backend's
+choices, each of which says where and when it was measured.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ HEADS = (64, 80, 96, 128, 192, 256, 512)  # sizes of head blocks that tables hav
 # Rows of queries, heads of a group among them, up to which one block holds them all and
 # waits for keys and values.
 FEW_ROWS = 64
-# The GPU whose table serves those that have none: its blocks, where they fit.
-_DEFAULT_GPU = "NVIDIA H200"
+# The GPU whose table serves those that have none, by backend: its blocks, where they
+# fit.
+DEFAULT_GPUS = {"triton": "NVIDIA H200", "mosaic_gpu": "NVIDIA H100 80GB HBM3"}
 
 REGIMES = {
     "plain": "none of the others",
@@ -40,10 +42,6 @@ REGIMES = {
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
 }
-# Keys for a query, on average, up to which the blocks of "short" are the faster ones,
-# and keys from which those of "long" are (H200, 2026-11-22).
-_SHORT = 1024
-_LONG = 8192
 
 
 def table_path(backend: str, gpu: str) -> Path:
@@ -56,15 +54,25 @@ def is_tuned(backend: str, gpu: str | None) -> bool:
 
 
 @functools.cache
+def read(backend: str, gpu: str | None) -> dict:
+    """The table of a GPU, or that of `DEFAULT_GPUS` if it has none."""
+    path = table_path(backend, gpu or DEFAULT_GPUS[backend])
+    path = path if path.exists() else table_path(backend, DEFAULT_GPUS[backend])
+    return json.loads(path.read_text())
+
+
 def table(backend: str, gpu: str | None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).
 
     A regime of elements of two bytes that a kernel lacks is as "plain" is, or "whole"
     as "short"; one of float32 has no tuned blocks then.
     """
-    path = table_path(backend, gpu or _DEFAULT_GPU)
-    path = path if path.exists() else table_path(backend, _DEFAULT_GPU)
-    return json.loads(path.read_text())["blocks"]
+    return read(backend, gpu)["blocks"]
+
+
+def number(backend: str, name: str):
+    """A number of a backend's choices, for the GPU that is meant."""
+    return read(backend, device.device_kind())["numbers"][name]["value"]
 
 
 def bucket(head_size: int) -> int:
@@ -116,7 +124,10 @@ def regime(operands, spec: AttentionSpec) -> str:
     rows = math.prod(size[name] for name in batch_axes(operands)) * size.get("n", 1)
     programs = rows * -(-size["t"] // 128) / device.multiprocessors()
     if programs > 8:
-        if keys > _SHORT:
-            return "long" if size["s"] >= _LONG else "plain"
+        # Up to so many keys for a query the blocks of "short" are the faster ones, and
+        # from so many keys on those of "long".
+        few, many = (number("triton", name) for name in ("few_keys", "many_keys"))
+        if keys > few:
+            return "long" if size["s"] >= many else "plain"
         return "whole" if spec.traits.reach == (None, None) else "short"
     return "few" if programs > 1 else "single"

@@ -82,8 +82,9 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def any_size(monkeypatch):
     """Calls for which Mosaic GPU's backward is not fast go to it, too."""
-    monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._ENOUGH", 0)
-    monkeypatch.setattr("pallas_kernels.mosaic_gpu.tuning._NO_SOFT_CAP", ())
+    from tests.mosaic import with_numbers
+
+    with_numbers(monkeypatch, fewest_tiles=0, widths_that_keep_no_scores=())
 
 
 @pytest.fixture

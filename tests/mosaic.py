@@ -11,6 +11,7 @@ import pytest
 
 from jax_flash2 import Blocks, attention
 from pallas_kernels import device
+from pallas_kernels.mosaic_gpu import measured
 from tests import tolerances
 from tests.cases import CASES, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
@@ -62,6 +63,14 @@ def lowered(case: Case, dtype, **more) -> str:
         return out, vjp(out)
 
     return lower_for_gpu(run, arrays, data)
+
+
+def with_numbers(monkeypatch, **numbers) -> None:
+    """Changes numbers of the backend's table (`measured.Numbers`)."""
+    table = measured.here()
+    changed = dataclasses.replace(table.numbers, **numbers)
+    table = dataclasses.replace(table, numbers=changed)
+    monkeypatch.setattr(measured, "here", lambda: table)
 
 
 def with_heads(case: Case, size: int) -> Case:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutant_kernels import of
 
 CLASSES = "tests/test_gpu_classes.py"
+BLOCKS = "tests/test_gradient_blocks.py"
+CHOICE = "tests/test_mosaic_choice.py"
 
 MUTANTS = [
     *of(
@@ -59,6 +61,54 @@ MUTANTS = [
             "not columns or tensor_memory(kernel, blocks, heads, itemsize) <= columns",
             "True",
             f"{CLASSES} -k 'fits_every_class or of_an_h200'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/gradient_blocks.py",
+        (
+            "a kernel that waits for the stage that it reads",
+            "if pipelined and blocks.num_stages < 2:",
+            "if pipelined and blocks.num_stages < 1:",
+            f"{BLOCKS} -k cannot_have",
+        ),
+        (
+            "the caller's blocks of gradients not used",
+            "found[kernel] = blocks",
+            "found[kernel] = found[kernel]",
+            f"{BLOCKS} -k callers_blocks_lower",
+        ),
+        (
+            "warpgroups that make half of a swizzled part",
+            "return blocks.block_q != ROWS * count and",
+            "return False and",
+            f"{BLOCKS} -k cannot_have",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/measured.py",
+        (
+            "calls that are never faster always faster",
+            "math.inf if x is None else x",
+            "0 if x is None else x",
+            f"{BLOCKS} -k has_a_table",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tuning.py",
+        (
+            "the easiest of a call's conditions counts",
+            "measured.Crossover(max(forward), max(backward))",
+            "measured.Crossover(min(forward), min(backward))",
+            CHOICE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/__init__.py",
+        (
+            "the caller's blocks of gradients known to be slower",
+            "if config is None or not (config.dkv or config.dq):",
+            "if True:",
+            f"{BLOCKS} -k not_slower",
         ),
     ),
     *of(

@@ -108,8 +108,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/__init__.py",
         (
             "dq by itself in parts",
-            "blocks=tuning.DQ_APART, splits=1)",
-            "blocks=tuning.DQ_APART)",
+            'whole = {"dq", *(',
+            "whole = {*(",
             "tests/test_mosaic_interpreted.py -m '' -k parts_of_gradients_apart",
         ),
         (
@@ -258,13 +258,13 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tuning.py",
         (
             "documents at small heads go to these kernels",
-            "if spec.traits.is_sparse and (largest <= 95 or keys",
-            "if spec.traits.is_sparse and (keys",
+            'if spec.traits.is_sparse and keys < fewest("documents")',
+            "if spec.traits.is_sparse and keys < 1024",
             CHOICE,
         ),
         (
             "an order of any size",
-            "if need > _MOST_COUNTS:",
+            "if need > numbers.most_order_bytes:",
             "if need < 0:",
             "tests/test_visits.py -k too_large",
         ),
@@ -306,7 +306,7 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tile_scheduler.py",
         (
             "programs that take tiles have no rounds to spare",
-            "mean_tiles = MOST_TILES if is_static else _MEAN_TILES",
+            "mean_tiles = measured.here().numbers.mean_tiles",
             "mean_tiles = MOST_TILES",
             SCHEDULE,
         ),

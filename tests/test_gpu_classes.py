@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tune
+from benchmarks import tune_triton
 from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import device, tables
 from pallas_kernels.triton import tuning
@@ -248,8 +248,8 @@ def test_the_tuner_measures_nothing_that_does_not_fit(monkeypatch, regime):
     size = _itemsize(regime)
     room = {"limit": 227 * KIB, "columns": 512, "dropout": regime == "dropout"}
     for head in (64, 128, 256):
-        for kernel in tune.kernels(regime, head):
-            found = tune.candidates(kernel, head, regime)
+        for kernel in tune_triton.kernels(regime, head):
+            found = tune_triton.candidates(kernel, head, regime)
             assert found
             for blocks in found:
                 assert tuning.fits(kernel, blocks, (head, head), size, **room)

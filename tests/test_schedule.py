@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_gpu.tile_scheduler import (
     has_previous,
     heads_per_wave,
 )
+from tests.mosaic import with_numbers
 
 
 def _tiles(schedule: Schedule) -> list[np.ndarray]:
@@ -205,7 +206,7 @@ def test_windows_of_all_rows_lie_side_by_side():
 def test_tiles_of_a_layout(by_block, group, pairs, monkeypatch):
     """Every block of every head once, in parts if the work is divided, side by side."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 40)
-    monkeypatch.setattr(memory, "_CACHED", 1 << 18)
+    with_numbers(monkeypatch, cached_key_bytes=1 << 18)
 
     def rows(*axes):
         size = {"b0": 3, "t": 700, "s": 600, "n": 4 * group, "k": 4, "h": 64, "d": 64}

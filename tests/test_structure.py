@@ -29,15 +29,15 @@ DEEP_FUNCTIONS = 0
 # identifiers of the code, in how many files and how often (lab note 093).
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_flax", "nn")
 FEATURES = {
-    "bias": (r"bias", 6, 48),
+    "bias": (r"bias", 7, 42),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 56),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),
-    "lengths": (r"length|(kv|q)_limit", 10, 25),
+    "lengths": (r"length|(kv|q)_limit", 10, 21),
     "ALiBi": (r"slopes|alibi", 0, 0),
-    "soft cap": (r"soft_?cap", 1, 2),
+    "soft cap": (r"soft_?cap", 0, 0),
     "sinks": (r"sink", 10, 76),
 }
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tune
+from benchmarks import tune, tune_tables, tune_triton
 from jax_flash2 import attention
 from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
@@ -16,7 +16,7 @@ from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
 H200 = "NVIDIA H200"
-TABLES = sorted(tables.TUNING.glob("*.json"))
+TABLES = sorted(tables.TUNING.glob("triton_nvidia_*.json"))
 SIZES = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
 
 
@@ -98,7 +98,7 @@ def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
     problems = []
 
     def arrays():
-        problems.extend(tune.problems(regime, head))
+        problems.extend(tune_triton.problems(regime, head))
         return [problem.arrays for problem in problems]
 
     for problem, structs in zip(problems, jax.eval_shape(arrays), strict=True):
@@ -161,14 +161,14 @@ def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
 def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
     monkeypatch.setattr(device, "device_kind", lambda: H200)
     for head in (64, 128, 256):
-        for kernel in tune.kernels(regime, head):
-            first, *others = tune.candidates(kernel, head, regime)
+        for kernel in tune_triton.kernels(regime, head):
+            first, *others = tune_triton.candidates(kernel, head, regime)
             tuned = tables.table("triton", H200)[kernel][str(head)]
             if regime in tuned:
                 best = Blocks(*tuned[regime])
                 assert dataclasses.replace(first, num_stages=best.num_stages) == best
             for blocks in others:
-                size = tune.itemsize(regime)
+                size = tune_triton.itemsize(regime)
                 need = tuning.shared_memory(kernel, blocks, (head, head), size)
                 assert need <= 227 << 10
 
@@ -200,8 +200,12 @@ def test_best_takes_the_smallest_mean_by_a_margin():
 def test_a_table_keeps_what_was_not_measured(tmp_path):
     path = tmp_path / "nvidia_x.json"
     made = {"date": "today"}
-    tune.write_table(path, "NVIDIA X", made, {("dq", 64, "plain"): [16, 16, 4, 1]})
-    tune.write_table(path, "NVIDIA X", made, {("dq", 64, "few"): [32, 16, 4, 1]})
+    tune_tables.write(
+        path, "triton", "NVIDIA X", made, {("dq", 64, "plain"): [16, 16, 4, 1]}
+    )
+    tune_tables.write(
+        path, "triton", "NVIDIA X", made, {("dq", 64, "few"): [32, 16, 4, 1]}
+    )
     found = json.loads(path.read_text())
     assert found["gpu"] == "NVIDIA X"
     dq = found["blocks"].pop("dq")
@@ -213,3 +217,4 @@ def test_a_table_keeps_what_was_not_measured(tmp_path):
     others = dict(tables.table("triton", H200))
     del others["dq"]
     assert found["blocks"] == others
+    assert found["numbers"] == tables.read("triton", H200)["numbers"]

@@ -28,11 +28,18 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits, blocks_of_keys_met, size_of_counts
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu import memory
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from tests.cases import by_name
 from tests.lowering import lower_for_gpu
-from tests.mosaic import MOSAIC, assert_same_bits, check, on_hopper, with_heads
+from tests.mosaic import (
+    MOSAIC,
+    assert_same_bits,
+    check,
+    on_hopper,
+    with_heads,
+    with_numbers,
+)
 from tests.tiers import deeply
 
 BATCH = {"b0": 2, "v0": 2}
@@ -285,7 +292,7 @@ def test_visits_of_documents():
 
 
 def test_counts_that_are_too_large(monkeypatch, any_size):
-    monkeypatch.setattr(tuning, "_MOST_COUNTS", 1)
+    with_numbers(monkeypatch, most_order_bytes=1)
     arrays, arguments = with_heads(by_name("segments"), 64).inputs(jnp.bfloat16)
     texts = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import (
     dropout,
     forward_plan,
+    gradient_blocks,
     memory,
     pairwise,
     support,
@@ -53,11 +55,13 @@ class _Plan(Plan):
       launch: blocks and the rest of its kernel.
       slower: why the next backend is faster, or None.
       words: how the work is divided.
+      dq: of the kernel for the gradient of query, if that is one of its own.
     """
 
     launch: Launch
     slower: str | None = None
     words: tuple[str, ...] = ()
+    dq: Launch | None = None
 
 
 def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
@@ -111,28 +115,34 @@ def _forward_plan(call: Call) -> Plan | Declined:
 
 
 def _backward_plan(call: Call) -> Plan | Declined:
-    config, launch = call.config, _backward_launch(call)
-    if config is not None and (config.dkv or config.dk or config.dv or config.dq):
-        return Declined("the blocks of `Config` are those of its kernels")
-    if launch is None:
-        why_not = f"there is no kernel for gradients of head sizes {call.head_sizes}"
-        return Declined(why_not)
+    spec, config = call.spec, call.config
+    blocks = gradient_blocks.of_call(call)
+    if isinstance(blocks, str):
+        return Declined(blocks)
+    launches = _backward_launches(call, blocks)
+    launch = launches.get("backward") or launches["dkv"]
     layout = memory.Layout.of("dkv", call.operands, launch)
     programs = layout.tiles / device.multiprocessors()
     why_not = tuning.no_backward(call, layout.rows, programs)
     if why_not is not None:
         return Declined(why_not)
+    if "dq" in blocks and (
+        odd := spec.odd_stripe(t=tuning.ROWS, s=blocks["dq"].block_kv)
+    ):
+        return Declined(f"blocks would lie in several stripes of {odd} rows")
+    slower = None
+    if config is None or not (config.dkv or config.dq):
+        makes_gradient = not isinstance(gradient_blocks.of_operand(call), str)
+        slower = tuning.slower_backward(call, makes_gradient=makes_gradient)
     divided = filter(None, [words("dkv", layout.parts)])
-    return _Plan(launch, tuning.slower_backward(call), tuple(divided))
+    return _Plan(launch, slower, tuple(divided), launches.get("dq"))
 
 
 def _operand_plan(call: Call) -> Plan | Declined:
-    why_not = tuning.no_dbias(call)
-    if why_not is not None:
-        return Declined(why_not)
+    blocks = gradient_blocks.of_operand(call)
+    if isinstance(blocks, str):
+        return Declined(blocks)
     splits = None if call.config is None else call.config.splits
-    blocks = tuning.of_dbias(call.size)
-    assert blocks is not None  # else `tuning.no_dbias`
     launch = _launch(blocks, call.precision, splits)
     (operand,) = call.spec.score.operands.values()
     _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
@@ -177,14 +187,17 @@ def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
     return Launch(blocks, precision, _ARITHMETIC, False, splits)
 
 
-def _backward_launch(call: Call) -> Launch | None:
-    """None where there is no kernel for the call's heads."""
-    blocks = tuning.of_backward(_heads(call))
+def _backward_launches(call: Call, blocks: Mapping[str, Blocks]) -> dict[str, Launch]:
+    """Of the kernels for the gradients of query, key and value."""
     splits = None if call.config is None else call.config.splits
-    ahead = tuning.computes_ahead(tuning.head_tiles(call.size))
-    if not (ahead or tuning.makes_dq_apart(call.size)):
-        splits = 1  # there is no room for sums in float32
-    return None if blocks is None else _launch(blocks, call.precision, splits)
+    divided = tuning.computes_ahead(tuning.head_tiles(call.size)) or "dkv" in blocks
+    # The work of `dq` is not divided. For heads above 128 `backward` has no room for
+    # sums in float32.
+    whole = {"dq", *(() if divided else ("backward",))}
+    return {
+        kernel: _launch(x, call.precision, 1 if kernel in whole else splits)
+        for kernel, x in blocks.items()
+    }
 
 
 def _unit(spec, axes):
@@ -218,8 +231,8 @@ def backward(plans, call: Call, saved, wanted):
     if "backward" in plans:
         of_q, of_k, of_v = (wanted[name] for name in ("query", "key", "value"))
         launch = plans["backward"].launch
-        if tuning.makes_dq_apart(call.size):
-            of_dq = dataclasses.replace(launch, blocks=tuning.DQ_APART, splits=1)
+        of_dq = plans["backward"].dq
+        if of_dq is not None:
             tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
             dq = dq_kernel(q, *cleared, tabled, rows, of_q, launch=of_dq)
             outputs = of_k, of_v

@@ -21,18 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, layout
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
-from pallas_kernels.mosaic_gpu import pairwise, support
+from pallas_kernels.mosaic_gpu import measured, pairwise, support
 from pallas_kernels.mosaic_gpu.tile_scheduler import heads_per_wave
 
 _HEADS = ("h", "d")
-# Bytes of keys and values that the GPU's cache holds beside all else: a third of an
-# H200's. Reckoned, and timed as it is (benchmarks/lab/068-several-tiles-a-program.md).
-_CACHED = 20 << 20
-# Programs that wait for each other's sums, for each multiprocessor, of as many heads as
-# lie side by side. Measured (benchmarks/lab/071-heads-side-by-side-backward.md).
-_IN_TURN = 1.5
-# More of them, if their queries, do and dq have no more bytes than this: measured, too.
-_CACHED_SUMS = 32 << 20
 # What TMA copies to and from tiles comes in multiples of these: rows, where a tile is
 # read in parts of so many (`support.tile`), and head elements. Where it is read in
 # single rows, these are of any number, and their elements fill 16 bytes.
@@ -141,10 +133,6 @@ class Layout(layout.Layout):
       blocks_alike: of keys, how many in succession meet the same queries; None for all.
     """
 
-    # A multiprocessor has one program at a time, whose start and end nothing hides: so
-    # half of the Triton kernels' number. Reckoned; others have not been timed.
-    waves = 4
-
     def __init__(
         self,
         operands,
@@ -153,6 +141,7 @@ class Layout(layout.Layout):
         blocks_alike: int | None = None,
         **arguments,
     ):
+        self.waves = measured.here().numbers.waves
         super().__init__(operands, **arguments)
         self.tile: Any = None
         self.together = self._heads_together(blocks_alike) if by_block else 1
@@ -173,15 +162,18 @@ class Layout(layout.Layout):
         ((own, blocks),) = self.num_blocks.items()
         blocks = min(blocks, blocks_alike or blocks)
         heads, programs = math.prod(self._heads.values()), device.multiprocessors()
+        numbers = measured.here().numbers
         if own == "s":
             # A program waits for the one of the block before. Where few of a head run
             # at the same time, they begin one after the other, as they should.
             parts = math.prod(self.parts.values())
             rows = self.group * self.size["t"]
-            most = _CACHED_SUMS // (rows * (6 * self.size["h"] + 2 * self.size["d"]))
-            return heads_per_wave(heads, blocks * parts, int(_IN_TURN * programs), most)
+            bytes_of_a_row = 6 * self.size["h"] + 2 * self.size["d"]
+            most = numbers.cached_query_bytes // (rows * bytes_of_a_row)
+            waiting = int(numbers.in_turn * programs)
+            return heads_per_wave(heads, blocks * parts, waiting, most)
         elements = self.size["s"] * (self.size["h"] + self.size["d"])
-        cached = max(_CACHED // (2 * elements), 1) * self.group
+        cached = max(numbers.cached_key_bytes // (2 * elements), 1) * self.group
         return heads_per_wave(heads, blocks, programs, cached)
 
     @property

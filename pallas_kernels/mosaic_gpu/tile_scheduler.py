@@ -24,14 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu import measured, support
 
 # Sets of slots are the bits of an int32 that is not negative.
 MOST_TILES = 31
-# Slots of a thread block are a few more than its tiles on average, since a dynamic
-# schedule gives some of them more. By a simulation of documents, an average of 31 takes
-# up to 1.38 times the ideal (benchmarks/lab/089-tiles-that-programs-take.md).
-_MEAN_TILES = 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +61,9 @@ class Schedule:
         """
         resident = min(tiles, multiprocessors)
         is_static = uniform_cost or tiles <= resident
-        mean_tiles = MOST_TILES if is_static else _MEAN_TILES
+        mean_tiles = MOST_TILES
+        if not is_static:
+            mean_tiles = measured.here().numbers.mean_tiles
         waves = -(-tiles // (mean_tiles * resident))
         return cls(tiles, waves * resident, resident, is_static)
 

@@ -19,9 +19,6 @@ from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
 
 MAX_HEAD_SIZE = 512
-# Of a call with heads above 256 that XLA's products of whole matrices serve faster
-# (NVIDIA H200, 2026-11-23: benchmarks/lab/065-head-size-512-through-xla.md).
-_MANY_ROWS = 1024
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 lowering_context = support.lowering_context
@@ -133,7 +130,9 @@ def _slower(call: Call) -> str | None:
     """Why the next backend is faster for a call that this one serves, or None."""
     size, largest = call.size, max(call.head_sizes)
     keys = call.spec.mean_keys(size["s"])
-    many = min(size["t"], size["s"]) >= _MANY_ROWS and 2 * keys >= size["s"]
+    # XLA's products of whole matrices serve calls of so many rows faster then.
+    rows = tables.number("triton", "many_rows")
+    many = min(size["t"], size["s"]) >= rows and 2 * keys >= size["s"]
     if call.config is None and largest > 256 and many:
         return f"a block of head size {largest} leaves few rows to a program"
     return None

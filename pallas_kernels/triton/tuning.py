@@ -53,43 +53,13 @@ _SMALLER = {
 }
 
 
-# Instead of the H200's table on GPUs with tensor memory that have none of their own,
-# where its blocks spill registers or ask for more than there is (compiled for a B200,
-# not timed: benchmarks/lab/090-shared-memory-on-blackwell.md).
-_MOST_CALLS = ("plain", "few", "short", "heavy", "dropout", "bias")
-_ON_BLACKWELL: dict[tuple[str, int], dict[str, tuple]] = {
-    ("forward", 64): {"long": (128, 128, 8, 3), "float32": (64, 64, 4, 2)},
-    ("forward", 80): {"float32": (64, 64, 4, 2)},
-    ("forward", 96): {"float32": (64, 64, 4, 2)},
-    ("forward", 128): {
-        **dict.fromkeys(("few", "long", "dropout"), (128, 64, 8, 3)),
-        **dict.fromkeys(("float32", "float32 highest"), (32, 32, 4, 1)),
-    },
-    ("forward", 256): {
-        **dict.fromkeys((*_MOST_CALLS, "single"), (64, 64, 8, 2)),
-        "decode": (128, 32, 8, 3),
-    },
-    ("forward", 512): {"float32": (32, 32, 8, 1)},
-    ("dkv", 64): {"float32": (64, 64, 4, 2), "float32 highest": (32, 32, 4, 1)},
-    ("dkv", 128): {
-        **dict.fromkeys(_MOST_CALLS, (64, 128, 8, 2)),
-        "float32": (32, 32, 4, 1),
-        "float32 highest": (32, 32, 8, 1),
-    },
-    ("dk", 256): {"heavy": (32, 64, 8, 2)},
-    ("dv", 256): {"heavy": (64, 64, 8, 2)},
-    ("dq", 64): {"float32": (64, 64, 4, 2)},
-    ("dq", 128): {"float32": (32, 32, 4, 1), "float32 highest": (32, 32, 8, 1)},
-    ("dq", 256): {"float32": (32, 32, 8, 1)},
-    ("dq", 512): {"plain": (32, 32, 8, 2)},
-    ("dbias", 64): {"bias": (64, 128, 8, 2)},
-}
+# A table of what is taken instead of the H200's on GPUs with tensor memory that have
+# none of their own, where its blocks spill registers or ask for more than there is.
+_ON_BLACKWELL = "Blackwell"
 
 
-# Elements of a row of key and of value whose gradients one kernel sums (NVIDIA H200,
-# 2026-11-23: benchmarks/lab/064-heads-in-pieces.md).
-_MOST_SUMMED = 320
-_LARGEST_SUMMED = 192  # the largest head size of that kernel's table
+# The largest head size of the table of the kernel that sums both gradients.
+_LARGEST_SUMMED = 192
 
 
 def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
@@ -97,7 +67,8 @@ def kernels(heads: tuple[int, int]) -> tuple[str, ...]:
 
     The gradients of key and value come from one kernel, or one each for large heads.
     """
-    apart = sum(heads) > _MOST_SUMMED or max(heads) > _LARGEST_SUMMED
+    most = tables.number("triton", "most_summed")
+    apart = sum(heads) > most or max(heads) > _LARGEST_SUMMED
     unused = ("dkv",) if apart else ("dk", "dv")
     return tuple(kernel for kernel in KERNELS if kernel not in unused)
 
@@ -278,7 +249,8 @@ def _candidates(
     if itemsize == 2:
         names += ["short", "plain"] if regime == "whole" else ["plain"]
     if columns and not tables.is_tuned("triton", gpu):
-        tuned = tuned | _ON_BLACKWELL.get((kernel, bucket), {})
+        there = tables.table("triton", _ON_BLACKWELL)
+        tuned = tuned | there.get(kernel, {}).get(str(bucket), {})
     found = []
     for name in names:
         if name in tuned:
