@@ -183,8 +183,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "blocks at the edges of a window first",
-            "self.needed.in_order(",
-            "self.needed.at(",
+            "self.needed.in_order(back",
+            "self.needed.at(back",
             "tests/test_visits.py -k do_not_wait",
         ),
         (

@@ -31,7 +31,7 @@ ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_flax", "nn")
 FEATURES = {
     "bias": (r"bias", 7, 42),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
-    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 56),
+    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),
