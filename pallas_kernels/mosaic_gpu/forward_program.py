@@ -113,7 +113,7 @@ class Program:
     def retries(self, visit: Callable, state):
         """Runs `state = visit(retry, all_running, state)` for passes after the first.
 
-        In the last one all blocks have a running maximum.
+        In the final one all blocks have a running maximum.
         """
         if self.plan.storage.retries < 2:
             return visit(0, 1, state) if self.plan.storage.retries else state
