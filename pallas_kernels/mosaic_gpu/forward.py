@@ -38,8 +38,8 @@ were merely out of range.
     final retry   running everywhere   0                   still out of range
 
 Without unattended keys there is no first retry. With `Plan.all_running` the first pass
-has running maxima everywhere. Its only retry is then the final one, and only a call
-that may have unattended keys has it.
+has running maxima everywhere. Then only a call that may have unattended keys has a
+retry, the final one, for tiles with a sum that is not finite.
 
 A step of the loop issues the products of the next keys, then those of the previous
 probabilities with their values. While the latter run, it computes the next

@@ -112,7 +112,8 @@ class KeyLoop:
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
-        # The optimiser cannot see its value: so kernels spilled less in lab note 077.
+        # Hidden from the optimiser: so two backward kernels spilled no registers (lab
+        # note 077).
         i = support.opaque(i)
         m, total, p = state
         self._prepare_values(i - 1)
