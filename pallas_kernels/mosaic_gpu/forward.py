@@ -13,38 +13,45 @@ It has warpgroups that compute, of 64 query rows each, and one that only loads:
     consumer 1            | products | softmax  | products | softmax  | ...
 
 The producer (`load`) brings keys and values into two pipelines, in the order of
-`Range.at`, and runs on into the next work tile while the last one is computed and
+`Range.at`. It runs on into the next work tile while the previous one is computed and
 stored. A consumer (`compute`) brings its own queries, goes through the keys
 (`forward_loop.KeyLoop`), and stores its output.
 
-First come the blocks in which pairs may be masked, or one, with a running maximum
-(`flash2.update`). Then come all the others, with the maximum fixed
-(`flash2.accumulate`). A mask with an element for each pair may mask some pairs of any
-block: then only the first block has a running maximum.
+First come the edges: the blocks in which pairs may be masked, or one block if there
+are none. They have a running maximum (`flash2.update`). Then come all the others, with
+the maximum fixed, as in `flash2.accumulate`. A mask with an element for each pair may
+mask some pairs of any block: then only the first block has a running maximum.
 
 A row may leave the range in which a fixed maximum is exact (`flash2.in_range`). Its
-warpgroup then stores nothing: after its last work tile, the thread block goes through
-the unfinished ones in another pass, a retry, with running maxima alone. Values of
-padding, or of keys that no query attends, may be NaN, and 0 times NaN is NaN. Where
-such keys may be and a sum is not finite, a retry comes before that one, which puts
-zeros in the place of these values.
+warpgroup then stores nothing. After its final work tile, the thread block goes through
+the unfinished ones again, in a pass with running maxima alone: the final retry.
 
-    pass          maximum              dropped values   work tiles
-    first         fixed, as above      as they are      all
-    retry         fixed, as above      0                out of range, or not finite
-    last retry    running everywhere   0                still out of range
+Unattended keys are those beyond a length, and those that a mask keeps for no query.
+Their values may be NaN, and 0 times NaN is NaN. Where a call may have such keys
+(`Plan.drops_keys`), each retry puts zeros in the place of their values, and another
+retry comes before the final one. All unfinished tiles go through it, also those that
+were merely out of range.
 
-A step of the loop issues the products of the next keys, then those of the last
-probabilities with their values. While the second run, it computes the next
+    pass          maximum              unattended values   work tiles
+    first         fixed, as above      as they are         all
+    first retry   fixed, as above      0                   out of range, or not finite
+    final retry   running everywhere   0                   still out of range
+
+Without unattended keys there is no first retry. With `Plan.all_running` the first pass
+has running maxima everywhere. Then only a call that may have unattended keys has a
+retry, the final one, for tiles with a sum that is not finite.
+
+A step of the loop issues the products of the next keys, then those of the previous
+probabilities with their values. While the latter run, it computes the next
 probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
 while another multiplies (section 3.1).
 
 Shared memory (`forward_plan.Refs`; `Storage.num_bytes` is the sum): q [block_q, H],
 num_stages times k [block_kv, H] and v [block_kv, Hv], and o [block_q, Hv] or half of
 its columns at a time, where that fits (`Storage.with_output_tile`). The next queries
-then come as soon as the last product has read these. Else o is written over q. If there
-is room, values of two bytes with an element for each pair come by TMA too, [block_q,
-block_kv] at a time.
+then come as soon as the final product has read these. Else o is written over q. If
+there is room, values of two bytes with an element for each pair come by TMA too,
+[block_q, block_kv] at a time.
 """
 
 from __future__ import annotations
@@ -115,7 +122,10 @@ def forward(
 
 
 def load(program: Program) -> None:
-    """The producer: it loads keys and values of all passes."""
+    """The producer: it loads keys, values and tiles of pair values of all passes.
+
+    In the first pass it also takes the work tiles of a dynamic schedule.
+    """
     plan, scheduler = program.plan, program.scheduler
     plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
 
@@ -133,7 +143,7 @@ def load(program: Program) -> None:
 
 
 def load_tile(program: Program, all_running, slot, loaded):
-    """Fills the pipelines with the keys and values of a work tile.
+    """Fills the pipelines with keys, values and pair values of a work tile.
 
     Args:
       all_running: as for `Program.key_blocks`.
@@ -221,9 +231,10 @@ def attend(
     def fetch_next():
         if is_first_pass:
             program.scheduler.wait_for(slot + 1)
+        # `has_next`: whether the next slot has a tile of this pass.
         pl.when(tiles.has_next(slot))(lambda: fetch_queries(program, slot + 1))
 
-    # If the slot before has a tile of this pass, it has fetched these queries.
+    # If the previous slot has a tile of this pass, that one fetched these queries.
     pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = KeyLoop(
@@ -259,7 +270,9 @@ def fetch_queries(program: Program, slot) -> None:
     """Loads this warpgroup's queries of the work tile in a slot."""
     tile, me = program.work_tile(slot), program.warpgroup
     rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
-    plgpu.commit_smem()  # all of its warps have read the last queries
+    # A fence between this warpgroup's accesses to shared memory and those of TMA, then
+    # a barrier of the warpgroup: all of its warps have read the previous queries.
+    plgpu.commit_smem()
     queries, full = program.refs.q.copied.at[me], program.refs.q_full.at[me]
     plgpu.copy_gmem_to_smem(program.q.at(rows), queries, full)
 
@@ -273,7 +286,7 @@ def is_right(
       loop: over the keys.
       sums: of all keys of the rows.
       start: the first row.
-      is_first_pass: whether values of dropped keys met the sums, if there are such.
+      is_first_pass: whether values of unattended keys met the sums, if there are any.
     """
     plan, me = loop.plan, loop.program.warpgroup
     beyond = start + support.numbers_along(0, ROWS) >= plan.layout.size["t"]
@@ -293,14 +306,14 @@ def store(
 
     Args:
       spec: with what the rows have.
-      where: the rows lie.
+      where: head and batch entry, and which rows these are.
       sums: of all keys of the rows.
     """
     plan, refs, me = program.plan, program.refs, program.warpgroup
     columns, d = plan.output_columns, plan.heads["d"]
     output, log = flash2.finish(sums, spec.sink, plan.arithmetic)
     output = (output * spec.dropout_scale).astype(program.o.dtype)
-    wait_until_stored()  # of the last work tile, from the same tiles in shared memory
+    wait_until_stored()  # of the previous work tile, which used the same tiles
     lse = refs.lse.ref.at[me]
     lse[...] = log
     tile = (refs.q if refs.o is None else refs.o).at(me)

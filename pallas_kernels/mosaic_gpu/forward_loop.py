@@ -7,7 +7,7 @@ Step i of the loop, for keys i and values i - 1, when registers hold p of block 
     softmax    p of block i, from qk, while the second product runs
     wait       for the second product; values i - 1 have been read
 
-The first block's scores are made before the loop, and the last block's values meet
+The first block's scores are made before the loop, and the final block's values meet
 their probabilities after it.
 """
 
@@ -47,15 +47,19 @@ class KeyLoop:
         maximum    |   running   |               fixed               |
         pairs      |        may be masked          |   not masked    |
 
+    The blocks before `first + edges` are the edges. `running` is 1 with
+    `Plan.one_running`, else it is `edges`. In a pass where every block has a running
+    maximum, both are `count`.
+
     Attributes:
       program: the warpgroup's.
       spec: with what these rows have loaded.
-      where: these rows lie.
+      where: head and batch entry, and which rows these are.
       blocks: the range of blocks of keys.
       first: number of the first block.
       count: how many blocks there are.
-      edges: in how many of them pairs may be masked.
-      running: how many of these are taken with a running maximum.
+      edges: in how many blocks pairs may be masked.
+      running: how many of the edges are taken with a running maximum.
       clears_values: whether values of keys that no query attends become 0 here.
       queries_read: called when no more products read the queries.
       no_keys: the state of rows that have met no keys.
@@ -108,6 +112,8 @@ class KeyLoop:
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
+        # Hidden from the optimiser: so two backward kernels spilled no registers (lab
+        # note 077).
         i = support.opaque(i)
         m, total, p = state
         self._prepare_values(i - 1)
@@ -155,7 +161,8 @@ class KeyLoop:
           The scores, and a function that makes the operand which meets the values of
           probabilities.
         """
-        # What is in global memory comes while the products are made.
+        # A load from global memory does not block. The thread goes on to issue the
+        # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
         qk = self._products(i, before_wait)
         pairs = self._pairs(masked, i) if pairs is None else pairs
@@ -170,6 +177,7 @@ class KeyLoop:
         def issue(qk):
             refs.k.wait(i)
             ping_pong.wait(me)
+            # Else addresses of all parts of the queries stay in registers.
             queries = refs.q.ref.at[support.keep_in_loop(me, i)]
             plgpu.wgmma(qk, queries, support.transposed(refs.k.at(i).ref))
             if before_wait is not None:

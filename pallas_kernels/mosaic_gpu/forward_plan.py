@@ -1,8 +1,9 @@
 """The plan of a forward kernel, which is made once, before the kernel is traced.
 
 `Plan` holds all choices about a call. `Storage` is the part of it that decides what
-shared memory holds: `Storage.declare` is the only list of tiles and barriers (`Refs`).
-Their bytes are the sum over that list, and whether a configuration fits is asked of it.
+shared memory holds: `Storage.declare` is the only list of its tiles and barriers
+(`Refs`). Their bytes are the sum over that list, and whether a configuration fits is
+asked of it. Named barriers take no shared memory: `Plan.of` gives them out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _MOST_STAGES = 32
 class Refs:
     """Shared memory of a thread block: the order of the fields is that of addresses.
 
+    The order is kept so that compiled kernels stay the same, byte for byte.
+
     Attributes:
       k: keys, [block_kv, H] in each stage.
       lse: log-sum-exps, [ROWS] of each computing warpgroup.
@@ -76,7 +79,8 @@ class Storage:
     """What decides which tiles and barriers shared memory holds.
 
     Whether blocks fit is asked before the schedule and the number of retries are known.
-    Their defaults are those that take the most barriers, 256 bytes more than the least.
+    Their defaults are those that take the most barriers, 256 bytes more than the least:
+    a barrier of 8 bytes for each of 31 slots, and one for the second retry.
 
     Attributes:
       blocks: of the kernel.
@@ -180,7 +184,7 @@ class Storage:
         """Whether there is room for blocks of values with an element for each pair.
 
         With one stage there is none, since it would be a deadlock: the producer loads
-        the values of a block before its pairs, and waits until the last values have
+        the values of a block before its pairs, and waits until the previous values have
         been used, which is after these pairs have been.
         """
         pairs = dataclasses.replace(self.with_output_tile(), pair_values=dtype)
@@ -225,7 +229,7 @@ class Plan:
     """What is chosen for a call before its kernel is traced.
 
     A block of keys is taken with a running maximum (`flash2.update`), or with a fixed
-    one (`flash2.accumulate`): see `forward`.
+    one, as in `flash2.accumulate`: see `forward`.
 
     Attributes:
       launch: blocks and arithmetic.
@@ -234,7 +238,8 @@ class Plan:
       storage: what shared memory holds.
       all_running: 1 if every block is taken with a running maximum in the first pass,
         else 0.
-      one_running: whether the first pass has a running maximum in its first block only.
+      one_running: whether only the first block has a running maximum, in the first pass
+        and in the first of two retries.
       drops_keys: whether there may be keys that no query attends.
       loads_first: whether operands of keys or pairs are loaded from global memory while
         the product of queries and keys is made.
@@ -282,6 +287,7 @@ class Plan:
             taken_tiles=0 if schedule.is_static else schedule.most_tiles,
         )
         of_keys = any("s" in x.axes for x in jax.tree.leaves(spec))
+        # All warpgroups of the thread block: the consumers and the producer.
         barriers = NamedBarriers(storage.consumers + 1)
         return cls(
             launch,

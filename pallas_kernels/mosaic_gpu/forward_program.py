@@ -81,12 +81,17 @@ class Program:
     def key_blocks(self, tile: WorkTile, all_running) -> tuple[Range, jax.Array]:
         """The blocks of keys that a tile's rows attend, and how many there are.
 
-        Those that are taken with a running maximum are the edges of the range.
+        All edges of the range come before its full blocks (`Range.at`). Only edges are
+        taken with a running maximum: all of them, or the first one with
+        `Plan.one_running` where `all_running` is 0.
 
         Args:
-          all_running: 1 if all of them are, else 0.
+          all_running: 1 if all blocks are taken with a running maximum, else 0.
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
+        # `with_an_edge`: if all blocks are full, one is made an edge.
+        # `with_a_block`: if there is no block, there is one now, an edge.
+        # `all_edges`: if all are running, all are edges.
         found = found.with_an_edge(1).with_a_block().all_edges(all_running)
         return found, jnp.int32(found.count)
 
@@ -108,7 +113,7 @@ class Program:
     def retries(self, visit: Callable, state):
         """Runs `state = visit(retry, all_running, state)` for passes after the first.
 
-        In the last one all blocks have a running maximum.
+        In the final one all blocks have a running maximum.
         """
         if self.plan.storage.retries < 2:
             return visit(0, 1, state) if self.plan.storage.retries else state
