@@ -331,10 +331,12 @@ def explain(*arguments: Any, **keywords: Any) -> str:
 
     Returns:
       A text with a line for the decision, one for about how many operations the
-      products of both passes have, a line for each kernel whose work is divided
-      beyond blocks, heads and batch entries, a line for each implementation, and how
-      the axes were read, with notes on what is legal but seldom meant. If the named
-      implementation does not support the call, the first line says why.
+      products of both passes have, and one for each pass (forward, backward, gradients
+      of bias and the like) that names who makes it, why not those before it in the
+      list, and how its work is divided beyond blocks, heads and batch entries. Then
+      come a line for each implementation, and how the axes were read, with notes on
+      what is legal but seldom meant. If the named implementation does not support the
+      call, the first line says why.
 
     Raises:
       TypeError, ValueError: if an argument is wrong, as `attention`.
