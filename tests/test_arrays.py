@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_flash2 import attention, explain, flax_attention, merge
-from tests.cases import BACKENDS
+from tests.cases import BACKENDS, ON_GPU
 from tests.tiers import MAINLY_XLA
 
 T = 20
@@ -188,7 +188,8 @@ def test_wide_ids_of_numpy_are_compared_whole(dtype, backend):
     found = call_with(backend, query_segment_ids=fits)
     np.testing.assert_array_equal(found, expected)
     traced = jax.jit(lambda: call_with(backend, query_segment_ids=wide))()
-    np.testing.assert_allclose(traced, expected, atol=1e-6)
+    # Products of constants are made at once, on a GPU in another precision.
+    np.testing.assert_allclose(traced, expected, atol=5e-3 if ON_GPU else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
