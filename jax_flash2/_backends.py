@@ -269,8 +269,9 @@ def again(name: str, call: Call, *, is_named: bool) -> str:
         return why_not is None
 
     chosen = _first(call, serves)
-    stays = why_not_here is None and BACKENDS[chosen].has_tangents
-    return name if stays else chosen
+    if chosen is None or (why_not_here is None and BACKENDS[chosen].has_tangents):
+        return name
+    return chosen
 
 
 def _refusal(name: str, why_not: str) -> str:
@@ -292,29 +293,22 @@ def _choice(implementation: str | None, call: Call) -> str:
         if why_not is not None:
             raise ValueError(_refusal(implementation, why_not))
         return implementation
-    try:
-        return _first(call, lambda name: reason(name, call) is None)
-    except StopIteration:
+    chosen = _first(call, lambda name: reason(name, call) is None)
+    if chosen is None:
         why = (f"{name}: {why_not}" for name, why_not in reasons(call).items())
-        raise ValueError(
-            f"no implementation serves this call: {'; '.join(why)}"
-        ) from None
+        raise ValueError(f"no implementation serves this call: {'; '.join(why)}")
+    return chosen
 
 
-def _first(call: Call, serves: Callable[[str], bool]) -> str:
-    """Of the backends that can serve a call.
-
-    Raises:
-      StopIteration: if there is none.
-    """
+def _first(call: Call, serves: Callable[[str], bool]) -> str | None:
+    """The first backend that serves a call and is not slower than the next, if any."""
     # A backend may be known to be slower than the next one, not than those after that.
     names = list(BACKENDS)
-    return next(
-        name
-        for i, name in enumerate(names)
-        if serves(name)
-        and not (_slower(name, call) and any(map(serves, names[i + 1 : i + 2])))
-    )
+    for i, name in enumerate(names):
+        following = names[i + 1 : i + 2]
+        if serves(name) and not (_slower(name, call) and any(map(serves, following))):
+            return name
+    return None
 
 
 def _slower(name: str, call: Call) -> str | None:
