@@ -83,11 +83,14 @@ def measure(
 
 
 def crossover(rows: Iterable[dict]) -> float | None:
-    """The fewest keys from which on the Mosaic GPU kernels are at least as fast.
+    """From how many keys on the Mosaic GPU kernels are to be taken.
 
-    Of several problems with as many keys the slowest one counts. A call that these
-    kernels do not serve is one that they are slower in; one that the Triton kernels do
-    not serve says nothing.
+    The choice with the smallest geometric mean of times over the ladder, which does not
+    hang on one timing where both take as long. Below it lies a number of keys with
+    which the Triton kernels are faster: the point is where the line between both
+    numbers (of logarithms) says that both take as long. A call that these kernels do
+    not serve is one that they are slower in; one that the Triton kernels do not serve
+    says nothing.
 
     Args:
       rows: of `measure`.
@@ -99,19 +102,25 @@ def crossover(rows: Iterable[dict]) -> float | None:
     for row in rows:
         at = row["mean_keys"], str(row["shape"]), str(row["arguments"])
         seconds.setdefault(at, {})[row["peer"]] = row.get("seconds", math.inf)
-    faster: dict[int, bool] = {}
+    gains: dict[int, float] = {}  # logarithms
     for (keys, *_), own in seconds.items():
         if math.isfinite(own.get("triton", math.inf)):
-            fast = own.get("mosaic_gpu", math.inf) <= own["triton"]
-            faster[keys] = faster.get(keys, True) and fast
-    if not faster:
+            speed = own["triton"] / own.get("mosaic_gpu", math.inf)
+            gain = math.log(speed) if speed else -math.inf
+            gains[keys] = gains.get(keys, 0.0) + gain
+    if not gains:
         return None
-    found = math.inf
-    for keys in sorted(faster, reverse=True):
-        if not faster[keys]:
-            break
-        found = keys
-    return found
+    found, most, gain = math.inf, 0.0, 0.0
+    for keys in sorted(gains, reverse=True):
+        gain += gains[keys]
+        if gain >= most:
+            found, most = keys, gain
+    below = max((keys for keys in gains if keys < found), default=None)
+    if math.isinf(found) or below is None:
+        return found
+    slower, faster = gains[below], max(gains[found], 0.0)
+    part = 1.0 if math.isinf(slower) else slower / (slower - faster)
+    return round(below * (found / below) ** part)
 
 
 def ratios(rows: Iterable[dict]) -> str:

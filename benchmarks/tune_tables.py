@@ -77,6 +77,8 @@ def _with_note(text: str, which: str, note: str) -> str:
     )
     known = known or dict.fromkeys(passes, text)
     known[which] = note
+    if len(set(known.values())) == 1:  # one for both
+        return note
     return "; ".join(f"{x}: {known[x]}" for x in passes if x in known)
 
 

@@ -35,22 +35,28 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((32, 512, 16, 128), is_causal=True) == "mosaic_gpu"
     assert _choice((2, 128, 4, 64)) == "triton"
     assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
-    assert _choice((8, 1024, 32, 64), is_causal=True) == "mosaic_gpu"
-    assert _choice((8, 1022, 32, 64), is_causal=True) == "triton"
+    assert _choice((8, 1496, 32, 64), is_causal=True) == "mosaic_gpu"
+    assert _choice((8, 1488, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
     assert _choice((16, 1024, 8, 256), is_causal=True) == "mosaic_gpu"
     assert _choice((32, 512, 8, 256), is_causal=True) == "mosaic_gpu"
-    assert _choice((32, 256, 8, 256), is_causal=True) == "triton"
+    assert _choice((32, 256, 8, 256), is_causal=True) == "mosaic_gpu"
+    assert _choice((64, 96, 16, 256), is_causal=True) == "triton"
     assert _choice((64, 256, 16, 64)) == "mosaic_gpu"
     assert _choice((64, 256, 16, 64), is_causal=True) == "triton"
     assert _choice((32, 512, 21, 96), is_causal=True) == "mosaic_gpu"
-    for size, chosen in ((511, "mosaic_gpu"), (255, "triton")):
+    for size, head, chosen in (
+        (130, 128, "mosaic_gpu"),
+        (120, 128, "triton"),
+        (1024, 64, "triton"),
+        (3600, 64, "mosaic_gpu"),
+        (130, 256, "mosaic_gpu"),
+    ):
         window = {"is_causal": True, "local_window_size": (size, 0)}
-        assert _choice((4, 4096, 16, 128), **window) == chosen
-        assert _choice((4, 4096, 32, 64), **window) == "triton"
+        assert _choice((4, 8192, 2048 // head, head), **window) == chosen
     for rows, head, chosen in (
-        (2048, 128, "mosaic_gpu"),
-        (2046, 128, "triton"),
+        (512, 128, "mosaic_gpu"),
+        (464, 128, "triton"),
         (8192, 64, "triton"),
     ):
         ids = {"query_segment_ids": jnp.zeros((2, rows), jnp.int32)}
@@ -97,7 +103,7 @@ def test_nothing_to_do_on_hopper(shape):
 
 def test_operands_that_must_be_copied():
     """For TMA; at heads of 64 rows may end anywhere, and smaller ones of 8 be whole."""
-    for rows, chosen in ((1500, "triton"), (1504, "mosaic_gpu"), (4095, "mosaic_gpu")):
+    for rows, chosen in ((2047, "triton"), (1504, "mosaic_gpu"), (3071, "mosaic_gpu")):
         assert _choice((8, rows, 16, 128)) == chosen
     small = "mosaic_gpu" if support.COPIES_ANY_WIDTH else "triton"
     of_heads = {72: "triton", 80: "mosaic_gpu", 40: small, 36: "triton"}
@@ -166,11 +172,9 @@ def test_features_go_to_the_backend_that_measured_faster(name):
     def choice(rows: int, head: int) -> str:
         return _choice((2, rows, 16, head), **_features(rows)[name])
 
-    small = "triton" if name == "wide bias of pairs" else "mosaic_gpu"
     assert choice(2048, 128) == "mosaic_gpu"
-    assert choice(2048, 64) == small
-    few = "triton" if name in ("mask", "wide bias of pairs") else "mosaic_gpu"
-    assert choice(512, 128) == few
+    assert choice(2048, 64) == "mosaic_gpu"
+    assert choice(512, 128) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 127])

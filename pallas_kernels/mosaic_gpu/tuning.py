@@ -73,8 +73,10 @@ def conditions(call: Call, *, makes_gradient: bool = False) -> list[str]:
     if windowed:
         no_pairs = grows and not spec.score.pair_operands
         found.append("causal window" if no_pairs else "window")
-    if spec.has_mask_of_pairs or spec.dropout is not None:
-        found.append("mask or dropout")
+    if spec.has_mask_of_pairs:
+        found.append("mask")
+    if spec.dropout is not None:
+        found.append("dropout")
     if not (spec.cost_is_monotone or spec.has_mask_of_pairs):
         known = _is_causal_with_lengths(spec)
         found.append("causal lengths" if known else "uneven")
