@@ -21,17 +21,17 @@ from jax import lax
 from jax_flash2 import _backends, _ring, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
 from jax_flash2._rows import Context, Layout, copied, layout_of
-from pallas_kernels import device
+from pallas_kernels import device, tables
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import BLOCK, GROUP
 from pallas_kernels.core.masks import Lengths
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 
-# Rows of keys on a device below which their way costs more than what it hides behind
-# (reckoned: NVIDIA H200, 32 query and 8 key heads of 128, NVLink). And from which on a
-# ring reaches 0.99 of ideal (these heads, NVIDIA H100s, 2026-11-26: lab note 069).
-_FEW_ROWS, _MANY_ROWS = 2048, 2**17
+
+def _rows(name: str) -> int:
+    """Of keys on a device: few, whose way nothing hides; many, for a ring is ideal."""
+    return tables.number("context", name)
 
 
 class Local(NamedTuple):
@@ -179,7 +179,9 @@ def _choice(
     if "halo" in serving and _is_short(call, layout):
         return "halo", layout, "a window needs few rows of other devices"
     few = f"{call.size['s']} key rows a device are few"
-    gathers = few if call.size["s"] < _FEW_ROWS else _gathers_cheaply(call, layout)
+    gathers = (
+        few if call.size["s"] < _rows("few_rows") else _gathers_cheaply(call, layout)
+    )
     if "ring" in serving and not gathers:
         return "ring", layout, "queries may look at all rows"
     if "gather" in serving:
@@ -258,7 +260,7 @@ def _gathers_cheaply(call: Call, layout: Layout) -> str:
     keys = layout.parts * (call.key.value.size + call.value.value.size)
     output, _ = forward_outputs(Problem.of(call, ""), call.operands)
     own = call.query.value.size + math.prod(output.shape)
-    if call.size["s"] >= _MANY_ROWS or keys > own or not device.are_linked():
+    if call.size["s"] >= _rows("many_rows") or keys > own or not device.are_linked():
         return ""
     return (
         "links are fast, and all keys and values are no more than a device's queries "

@@ -42,6 +42,7 @@ def _number(name: str) -> int:
     more than they bring. waves: those that loops over heads are divided to make: some
     have less to do than others, and those that are left over should be short.
     fewest_blocks: blocks of keys or queries that a part of a range has at least.
+    filled_part: the part of the GPU that programs fill if ranges need no division.
     """
     return tables.number("triton", name)
 
@@ -81,7 +82,7 @@ def parts(
         if programs < _number("enough_programs") * gpu:
             y = -(-elements // _run(elements, elements * programs // (waves * gpu)))
         room = gpu * (2 if few_rows else 1)
-        if programs * y < 0.8 * room:
+        if programs * y < _number("filled_part") * room:
             z = max(1, min(blocks // _number("fewest_blocks"), room // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
 

@@ -25,8 +25,12 @@ HEADS = (64, 80, 96, 128, 192, 256, 512)  # sizes of head blocks that tables hav
 # waits for keys and values.
 FEW_ROWS = 64
 # The GPU whose table serves those that have none, by backend: its blocks, where they
-# fit.
-DEFAULT_GPUS = {"triton": "NVIDIA H200", "mosaic_gpu": "NVIDIA H100 80GB HBM3"}
+# fit. "context" is the choice of a method for rows divided over devices.
+DEFAULT_GPUS = {
+    "triton": "NVIDIA H200",
+    "mosaic_gpu": "NVIDIA H100 80GB HBM3",
+    "context": "NVIDIA H200",
+}
 
 REGIMES = {
     "plain": "none of the others",

@@ -34,7 +34,7 @@ MUTANTS = [
         ),
         (
             "long rows gathered",
-            'call.size["s"] >= _MANY_ROWS or',
+            'call.size["s"] >= _rows("many_rows") or',
             "",
             METHOD,
         ),

@@ -18,7 +18,7 @@ import jax, sys
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 2, int(sys.argv[2]))
 from jax_flash2 import _context
-_context._FEW_ROWS = 0
+_context._rows = {"few_rows": 0, "many_rows": 1 << 17}.get
 """
 # The recipe compares with one device, too, with a GPU's tolerance.
 AFTER = """

@@ -166,7 +166,9 @@ def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
 def test_losses_of_divided_batches(data, context, method, segments, monkeypatch):
     """They are those of one device."""
     if method == "ring":  # which so few rows would not take
-        monkeypatch.setattr("jax_flash2._context._FEW_ROWS", 0)
+        monkeypatch.setattr(
+            "jax_flash2._context._rows", {"few_rows": 0, "many_rows": 1 << 17}.get
+        )
     devices = parallel(data, context)
     preset = dataclasses.replace(
         train_gpt.PRESETS["tiny"], seq_len=48 * devices.context

@@ -16,43 +16,9 @@ from pallas_kernels import tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
 from pallas_kernels.tables import padded
 
-# What is taken where the tuned blocks do not fit, by kernel and padded head
-# sizes up to the key: from the largest on. (block_q, block_kv, warps, stages)
-_SMALLER = {
-    "forward": {
-        64: [(64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
-        128: [(64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)],
-        256: [(64, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 4, 1)],
-    },
-    "dkv": {
-        64: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [(32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(32, 64, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1)],
-    },
-    "dk": {
-        256: [(32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
-    },
-    "dv": {
-        256: [(32, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)],
-    },
-    "dq": {
-        64: [(64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(128, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 1)],
-    },
-    "dbias": {
-        64: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        128: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        256: [(64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)],
-        512: [(32, 32, 8, 1), (16, 16, 8, 1)],
-    },
-}
-
-
+# A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
+# and padded head sizes up to the key.
+_SMALLER = "Smaller blocks"
 # A table of what is taken instead of the H200's on GPUs with tensor memory that have
 # none of their own, where its blocks spill registers or ask for more than there is.
 _ON_BLACKWELL = "Blackwell"
@@ -242,7 +208,8 @@ def _candidates(
     size = max(heads)
     bucket = tables.bucket(size)
     tuned = tables.table("triton", gpu)[kernel][str(bucket)]
-    smaller = next(n for n in _SMALLER[kernel] if size <= n)
+    smaller = tables.table("triton", _SMALLER)[kernel]
+    smaller = next(blocks for n, blocks in smaller.items() if size <= int(n))
     regime = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
     names = [regime]
@@ -257,7 +224,7 @@ def _candidates(
             blocks = Blocks(*tuned[name])
             fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
             found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
-    return found + [Blocks(*blocks) for blocks in _SMALLER[kernel][smaller]]
+    return found + [Blocks(*blocks) for blocks in smaller]
 
 
 def smallest(
