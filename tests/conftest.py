@@ -41,7 +41,7 @@ import jax
 import pytest
 
 # A first example compiles; how long that takes is no one's fault. `search` is for long
-# random runs: pytest tests/test_search.py --hypothesis-profile=search
+# random runs: pytest tests/kernels/test_search.py --hypothesis-profile=search
 # The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
     "default",
