@@ -82,9 +82,9 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def any_size(monkeypatch):
     """Calls for which Mosaic GPU's backward is not fast go to it, too."""
-    from tests.mosaic import with_numbers
+    from tests.mosaic import with_any_size
 
-    with_numbers(monkeypatch, fewest_tiles=0, widths_that_keep_no_scores=())
+    with_any_size(monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 from jax_flash2 import Blocks, Config, attention
 from pallas_kernels.core import flash2
 from tests.cases import BACKENDS, ON_GPU, Case
-from tests.kernels.test_attention import DTYPES, check_error_rule
+from tests.kernels.runners import DTYPES
+from tests.kernels.test_attention import check_error_rule
 from tests.tiers import deeply
 
 # What is added to the scores of each quarter of the keys. The first is visited first.

@@ -11,16 +11,9 @@ import pytest
 from jax_flash2 import Blocks, Config, _chunked, attention
 from pallas_kernels.core import flash2
 from tests import oracle, tolerances
-from tests.cases import BACKENDS, CASES, ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
-from tests.tiers import deeply
+from tests.cases import BACKENDS, CASES, ON_GPU, WITH_BLOCKS, Case, by_name
+from tests.kernels.runners import ALL, DTYPES, RUNNERS
 from tests.tolerances import cotangents_for
-
-DTYPES = ("float32", "bfloat16", "float16")
-# Beside the pairwise cases, what runs in a few minutes on a CPU; the others are deep.
-FIRST = (
-    *("plain", "one_query", "head_1_3", "no_batch", "two_batch_axes", "key_lengths"),
-    *("bias_keys", "alibi_batch", "scale_data_zero", "window_empty_rows"),
-)
 
 
 def _problems():
@@ -28,18 +21,18 @@ def _problems():
 
     Elsewhere every case runs in one dtype, the next case in the next.
     """
-    for i, case in enumerate(CASES):
-        shallow = case in PAIRWISE or case.name in FIRST
-        for dtype in DTYPES if ON_GPU else DTYPES[i % 3 :][:1]:
-            for backend in BACKENDS if ON_GPU else WITH_BLOCKS:
-                marks = [] if shallow else pytest.mark.deep
-                name = f"{case.name}-{dtype}-{backend}"
-                yield pytest.param(case, dtype, backend, id=name, marks=marks)
+    for number, case in enumerate(ALL):
+        for name, runner in RUNNERS.items():
+            for dtype, deep_too in runner.problems(case, number):
+                label = f"{case.name}-{dtype}-{name}"
+                yield runner.param(case, dtype, id=label, deep_too=deep_too)
 
 
-@pytest.mark.parametrize(("case", "dtype", "backend"), list(_problems()))
-def test_error_rule(case, dtype, backend, record_property):
-    check_error_rule(case, dtype, [backend], record_property)
+@pytest.mark.parametrize(
+    ("case", "dtype", "runner"), list(_problems()), indirect=["runner"]
+)
+def test_error_rule(case, dtype, runner, record_property):
+    runner.check(runner.shaped(case), dtype, record_property)
 
 
 @pytest.mark.parametrize("backend", WITH_BLOCKS)
@@ -51,20 +44,8 @@ def test_long_sums_are_in_float32(backend, rows, record_property):
 
 
 def check_error_rule(case, dtype, backends, record_property, **more):
-    case = case.full() if ON_GPU else case
-    dtype = jnp.dtype(dtype)
-    arrays, arguments = case.inputs(dtype)
-    arguments |= more
-    cotangents = tolerances.cotangents_for(case, dtype)
-    exact = tolerances.exact(arrays, cotangents, arguments)
-    plain = tolerances.plain(arrays, cotangents, arguments)
-    unit = tolerances.unit_roundoff(dtype, more.get("precision"))
-    for backend in backends:
-        options = {**arguments, **WITH_BLOCKS[backend]}
-        actual = tolerances.evaluate(arrays, cotangents, options)
-        found = tolerances.check(actual, exact, plain, unit)
-        worst = float(max(found.values(), default=0.0))
-        record_property("share of the allowed error", worst)
+    for runner in map(RUNNERS.get, backends):
+        runner.check(runner.shaped(case), dtype, record_property, **more)
 
 
 @pytest.mark.parametrize("rows", [32, 1024], ids=["loop", "one_block"])
@@ -105,19 +86,6 @@ def test_blocks_held_in_registers(name, dtype, held, record_property):
     )
     config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
     check_error_rule(case, dtype, ["triton"], record_property, config=config)
-
-
-def test_the_reference_keeps_the_rule(record_property):
-    """`implementation="reference"`, whose gradients are JAX's."""
-    for name in ("everything_learnt", "lengths_causal", "scale_data"):
-        case = by_name(name)
-        arrays, arguments = case.inputs(jnp.float32)
-        cotangents = tolerances.cotangents_for(case, jnp.float32)
-        exact = tolerances.exact(arrays, cotangents, arguments)
-        plain = tolerances.plain(arrays, cotangents, arguments)
-        options = {**arguments, "implementation": "reference"}
-        actual = tolerances.evaluate(arrays, cotangents, options)
-        tolerances.check(actual, exact, plain, tolerances.unit_roundoff(jnp.float32))
 
 
 def _naive(q, k, v, arguments):
@@ -269,34 +237,55 @@ def test_fully_masked_rows(backend):
     assert all(np.all(np.isfinite(g)) for g in gradients)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_padding_never_comes_through(backend, poison):
+def _paddings():
+    """(poison, whether documents are packed, runner)."""
+    for name, runner in RUNNERS.items():
+        for poison in (np.nan,) if runner.by_threads else (np.nan, np.inf, -np.inf):
+            for packed in (False, True) if ON_GPU else (False,):
+                label = f"{'packed-' * packed}{poison}-{name}"
+                deep_too = runner.by_threads
+                yield runner.param(poison, packed, id=label, deep_too=deep_too)
+
+
+@pytest.mark.parametrize(
+    ("poison", "packed", "runner"), list(_paddings()), indirect=["runner"]
+)
+def test_padding_never_comes_through(poison, packed, runner):
     """What lies beyond the lengths changes no bit of any result."""
-    options = BACKENDS.get(backend, {"implementation": "reference"})
-    case = by_name("lengths_causal")
-    arrays, _ = case.inputs(jnp.float32)
-    cotangents = tolerances.cotangents_for(case, jnp.float32)
-    lengths = {
-        "query_seq_lengths": np.int32([40, 21, 16, 0]),
-        "key_value_seq_lengths": np.int32([17, 40, 0, 32]),
+    case = runner.shaped(by_name("lengths_causal"))
+    q_lengths = np.int32(case.t * np.array([1, 0.53, 0.4, 0]))
+    kv_lengths = np.int32(case.s * np.array([0.43, 1, 0, 0.8]))
+    if runner.by_threads:
+        q_lengths, kv_lengths = q_lengths[:2], kv_lengths[:2]
+        case = dataclasses.replace(case, batch=(2,), n=2)
+    dtype = jnp.dtype(runner.dtypes[0])
+    arrays, _ = case.inputs(dtype)
+    cotangents = tolerances.cotangents_for(case, dtype)
+    arguments = {
+        "query_seq_lengths": q_lengths,
+        "key_value_seq_lengths": kv_lengths,
+        "is_causal": True,
     }
+    if packed:
+        arguments |= by_name("segments").arguments(np.random.default_rng(0), case)
 
     def poisoned(x, lengths):
         rows = np.arange(x.shape[1])[None, :] >= lengths[:, None]
         return jnp.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), poison, x)
 
-    q_lengths, kv_lengths = lengths.values()
-    arguments = {**lengths, **options, "is_causal": True}
-    clean = tolerances.evaluate(arrays, cotangents, arguments)
+    clean = runner.evaluate(arrays, cotangents, arguments)
     q, k, v = arrays
     arrays = poisoned(q, q_lengths), poisoned(k, kv_lengths), poisoned(v, kv_lengths)
     cotangents = tuple(poisoned(x, q_lengths) for x in cotangents)
-    dirty = tolerances.evaluate(arrays, cotangents, arguments)
+    check_same_bits(clean, runner.evaluate(arrays, cotangents, arguments))
+
+
+def check_same_bits(clean, dirty, about=""):
+    """And that all are finite, but for log-sum-exps of rows without keys."""
+    assert "query" in clean
     for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        if name != "lse":
-            assert np.all(np.isfinite(a)), name
+        np.testing.assert_array_equal(a, dirty[name], err_msg=f"{name} {about}")
+        assert name == "lse" or np.all(np.isfinite(a)), name
 
 
 DROPPING = {
@@ -307,20 +296,27 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("backend", [*WITH_BLOCKS, "reference"])
-@pytest.mark.parametrize("name", ["keys", "entries", *deeply("rows", "heads")])
-def test_masked_keys_never_come_through(backend, name):
+def _masked():
+    """(name, runner): by threads deep, and no more than masks of each kind."""
+    for label, runner in RUNNERS.items():
+        for name in ("keys", "rows") if runner.by_threads else DROPPING:
+            deep_too = runner.by_threads or name in ("rows", "heads")
+            yield runner.param(name, id=f"{name}-{label}", deep_too=deep_too)
+
+
+@pytest.mark.parametrize(("name", "runner"), list(_masked()), indirect=["runner"])
+def test_masked_keys_never_come_through(name, runner):
     """Those that a mask drops for all queries of a batch entry, whatever they hold."""
-    options = WITH_BLOCKS.get(backend, {"implementation": "reference"})
-    check_masked_keys(name, options)
-
-
-def check_masked_keys(name, options):
     axes, arguments = DROPPING[name]
     # Few keys are one block; of more, a batch entry drops a block, another two keys.
     # With many queries, keys that a mask of pairs drops are zeros before the kernels.
     t, s = {"heads": (20, 5), "rows": (80, 40)}.get(name, (20, 40))
-    size = {"b": 3, "n": 4, "t": t, "s": s}
+    case = Case("", batch=(3,), n=4, k=2, t=t, s=s)
+    if runner.by_threads:
+        case = dataclasses.replace(case, n=1, k=1, t=20)
+    case = runner.shaped(case)
+    dtype = jnp.dtype(runner.dtypes[0])
+    size = {"b": 3, "n": case.n, "t": case.t, "s": case.s}
     rng = np.random.default_rng(0)
 
     def shape(axes):
@@ -333,20 +329,18 @@ def check_masked_keys(name, options):
     mask = ~dropped[:, None, None, :1] if "s" not in axes else ~dropped[:, None, None]
     if "t" in axes:
         mask = mask & (rng.random(shape(axes)) < 0.8)
-    case = Case("", batch=(3,), n=4, k=2, t=size["t"], s=size["s"])
-    (q, k, v), _ = case.inputs(jnp.float32)
-    cotangents = cotangents_for(case, jnp.float32)
-    arguments = {**arguments, **options, "mask": mask}
+    (q, k, v), _ = case.inputs(dtype)
+    cotangents = cotangents_for(case, dtype)
+    arguments = {**arguments, "mask": mask}
     if "bias" in arguments:
         bias = rng.standard_normal(shape(arguments["bias"]))
         arguments["bias"] = bias.astype(np.float32)
-    clean = tolerances.evaluate((q, k, v), cotangents, arguments)
-    for poison in (np.nan, np.inf, np.finfo(np.float32).max):
+    clean = runner.evaluate((q, k, v), cotangents, arguments)
+    poisons = (np.nan, np.inf, float(jnp.finfo(dtype).max))
+    for poison in poisons[:1] if runner.by_threads else poisons:
         dirty = (jnp.where(dropped[..., None, None], poison, x) for x in (k, v))
-        found = tolerances.evaluate((q, *dirty), cotangents, arguments)
-        for result, a in clean.items():
-            np.testing.assert_array_equal(a, found[result], f"{result}, {poison}")
-            assert result == "lse" or np.all(np.isfinite(a)), result
+        found = runner.evaluate((q, *dirty), cotangents, arguments)
+        check_same_bits(clean, found, poison)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,17 +13,17 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
-from tests import mosaic_interpreter, tolerances
+from tests import tolerances
 from tests.cases import (
     BACKENDS,
     INTERPRETED,
     ON_GPU,
     SMALL_BLOCKS,
-    WITH_BLOCKS,
     Case,
 )
+from tests.kernels.runners import RUNNERS, Runner
+from tests.kernels.test_attention import check_same_bits
 from tests.lowering import lower_for_gpu
-from tests.mosaic import MOSAIC, on_hopper, with_heads
 from tests.tiers import deep, deeply
 from tests.tolerances import cotangents_for
 
@@ -95,12 +95,13 @@ WAYS = {
 }
 FIRST = ("mask_pairs", "bias_soft_cap", "segments", "offset", "no_keys")
 KERNELS_FIRST = ("no_keys",)
+BY_THREADS = ("mask_pairs", "bias_half", "offset", "no_keys")
 
 
-def check(way, case: Case, options, dtype="float32", poison=np.nan, evaluate=None):
+def check(way, runner: Runner, poison=np.nan):
     """NaN in queries and cotangents of rows without keys changes no bit of a result."""
-    evaluate = evaluate or tolerances.evaluate
-    arguments = {**WAYS[way](case), **options}
+    case, dtype = runner.shaped(CASE), runner.dtypes[0]
+    arguments, evaluate = WAYS[way](case), runner.evaluate
     arrays, _ = case.inputs(dtype)
     cotangents = cotangents_for(case, dtype)
     clean = evaluate(arrays, cotangents, arguments)
@@ -115,25 +116,24 @@ def check(way, case: Case, options, dtype="float32", poison=np.nan, evaluate=Non
     dirty = evaluate(
         (poisoned(q), *others), tuple(map(poisoned, cotangents)), arguments
     )
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        assert name == "lse" or np.all(np.isfinite(a)), name
+    check_same_bits(clean, dirty)
     assert not np.any(clean["out"][empty]) and not np.any(clean["query"][empty])
 
 
 def _ways():
     """In the first tier each backend has some; on kernels, interpreted, one."""
     for way in WAYS:
-        for backend in (*WITH_BLOCKS, "reference"):
-            first = KERNELS_FIRST if backend == "triton" else FIRST
-            marks = [] if way in first else deep
-            yield pytest.param(way, backend, id=f"{way}-{backend}", marks=marks)
+        for name, runner in RUNNERS.items():
+            if runner.by_threads and way not in BY_THREADS:
+                continue
+            first = KERNELS_FIRST if runner.is_interpreted else FIRST
+            deep_too = runner.by_threads or way not in first
+            yield runner.param(way, id=f"{way}-{name}", deep_too=deep_too)
 
 
-@pytest.mark.parametrize(("way", "backend"), list(_ways()))
-def test_nothing_comes_through(way, backend):
-    options = WITH_BLOCKS.get(backend, {"implementation": "reference"})
-    check(way, CASE.full() if ON_GPU else CASE, options)
+@pytest.mark.parametrize(("way", "runner"), list(_ways()), indirect=["runner"])
+def test_nothing_comes_through(way, runner):
+    check(way, runner)
 
 
 @deep
@@ -142,29 +142,12 @@ def test_entries_without_keys_visit_no_block():
     blocks = dataclasses.replace(SMALL_BLOCKS, block_q=32)
     config = dataclasses.replace(INTERPRETED, dkv=blocks)
     options = {"implementation": "triton", "config": config}
-    check("no_keys_causal", CASE, options)
+    check("no_keys_causal", Runner(options, shaped=lambda case: case))
 
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf])
 def test_infinities_do_not_come_through(poison):
-    check("bias", CASE, {"implementation": "xla"}, poison=poison)
-
-
-@on_hopper
-@pytest.mark.parametrize("head", [64, 128, 256])
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_comes_through_on_hopper(way, head):
-    check(way, with_heads(CASE.full(), head), MOSAIC, "bfloat16")
-
-
-@pytest.mark.skipif(
-    ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="a GPU runs the kernels"
-)
-@pytest.mark.parametrize("way", deeply("mask_pairs", "bias_half", "offset", "no_keys"))
-def test_nothing_comes_through_mosaic_gpu(way, monkeypatch):
-    mosaic_interpreter.install(monkeypatch)
-    case = with_heads(dataclasses.replace(CASE, t=140, s=150), 64)
-    check(way, case, {}, "bfloat16", evaluate=mosaic_interpreter.evaluate)
+    check("bias", RUNNERS["xla"], poison)
 
 
 @pytest.mark.parametrize("way", ["bias", *deeply("mask_pairs")])

@@ -6,7 +6,6 @@ keys that hold NaN, which blocks are visited, which kernels are chosen.
 """
 
 import dataclasses
-import functools
 from unittest import mock
 
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Context, _arguments, attention, explain
-from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
@@ -24,19 +22,18 @@ from pallas_kernels.core.scores import Alibi, Bias, Score, Setting, SoftCap
 from pallas_kernels.core.scores.base import PairPositions
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from tests import mosaic_interpreter, tolerances
+from tests import tolerances
 from tests.cases import ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
 from tests.core import test_counts
 from tests.divided import Divided
+from tests.kernels.runners import RUNNERS, Runner
+from tests.kernels.test_attention import check_same_bits
 from tests.lowering import on_gpu
-from tests.mosaic import with_heads
 from tests.mosaic_gpu import test_visits
-from tests.tiers import deeply
 from tests.toy_mask import Chunks
 from tests.toy_score import Gain, InNumPy
 
 CHUNKS = Chunks(64, 9) if ON_GPU else Chunks(16, 5)
-ON_HOPPER = ON_GPU and device.capability() == 90
 
 
 def with_toys(function, masks=(), gain=None):
@@ -76,92 +73,60 @@ def gains(case: Case) -> dict:
     return {"gain": np.linspace(-0.5, 0.7, case.n, dtype=np.float32)}
 
 
-def check(case: Case, evaluate, *, mask=False, score=False, **more):
-    case = case.full() if ON_GPU else case
-    dtype = jnp.bfloat16
+def _evaluate(runner: Runner, arrays, cotangents, arguments, chunks=()):
+    """`runner.evaluate` with toys."""
+    if runner.by_threads:
+        arguments = dict(arguments)
+        evaluate = with_toys(runner.evaluate, chunks, arguments.pop("gain", None))
+        return evaluate(arrays, cotangents, arguments)
+    arguments = {**arguments, **({"chunks": chunks} if chunks else {})}
+    return runner.evaluate(arrays, cotangents, arguments, call=call)
+
+
+TOYS = ("mask", "score")
+
+
+def _problems():
+    """One in the first tier, but for kernels that are interpreted by threads."""
+    for case in (by_name("causal_offset_batch"), *PAIRWISE):
+        for name, runner in RUNNERS.items():
+            deep_too = case in PAIRWISE
+            if deep_too or not runner.by_threads:
+                label = f"{case.name}-{name}"
+                yield runner.param(case, id=label, deep_too=deep_too)
+
+
+@pytest.mark.parametrize("toy", TOYS)
+@pytest.mark.parametrize(("case", "runner"), list(_problems()), indirect=["runner"])
+def test_error_rule(case, runner, toy):
+    case, dtype = runner.shaped(case), jnp.bfloat16
     arrays, arguments = case.inputs(dtype)
-    arguments |= gains(case) if score else {}
+    arguments |= gains(case) if toy == "score" else {}
     cotangents = tolerances.cotangents_for(case, dtype)
-    expected = of_oracle(case, arguments, mask=mask, score=score)
-    exact = tolerances.exact(arrays, cotangents, expected)
-    plain = tolerances.plain(arrays, cotangents, expected)
-    actual = evaluate(arrays, cotangents, {**arguments, **more})
-    unit = tolerances.unit_roundoff(dtype)
+    chunks = (CHUNKS,) if toy == "mask" else ()
+    actual = _evaluate(runner, arrays, cotangents, arguments, chunks)
+    expected = of_oracle(case, arguments, mask=toy == "mask", score=toy == "score")
     exact, plain = (
-        {n: x for n, x in found.items() if n.split(" ")[0] in actual}
-        for found in (exact, plain)
+        runner.comparable(of(arrays, cotangents, expected), actual)
+        for of in (tolerances.exact, tolerances.plain)
     )
-    tolerances.check(actual, exact, plain, unit)
+    tolerances.check(actual, exact, plain, tolerances.unit_roundoff(dtype))
 
 
-BACKENDS = {**WITH_BLOCKS, "reference": {"implementation": "reference"}}
-if ON_HOPPER:
-    BACKENDS["mosaic_gpu"] = {"implementation": "mosaic_gpu"}
-TOYS = {"mask": {"mask": True}, "score": {"score": True}}
-
-
-@pytest.mark.parametrize("toy", TOYS)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", ["causal_offset_batch", *deeply(*(x.name for x in PAIRWISE))]
+    "runner",
+    [x.param(id=name, deep_too=x.by_threads) for name, x in RUNNERS.items()],
+    indirect=True,
 )
-def test_error_rule(name, backend, toy):
-    case = by_name(name)
-    more = {"chunks": (CHUNKS,)} if toy == "mask" else {}
-    evaluate = functools.partial(tolerances.evaluate, call=call)
-    check(case, evaluate, **TOYS[toy], **BACKENDS[backend], **more)
-
-
-in_interpreter = pytest.mark.skipif(
-    ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
-)
-
-
-def _interpreted(masks, arrays, cotangents, arguments):
-    gain = arguments.pop("gain", None)
-    evaluate = with_toys(mosaic_interpreter.evaluate, masks, gain)
-    return evaluate(arrays, cotangents, arguments)
-
-
-@in_interpreter
-@pytest.mark.parametrize("toy", TOYS)
-@pytest.mark.parametrize("name", deeply(*(x.name for x in PAIRWISE)))
-def test_error_rule_of_mosaic_gpu_kernels(name, toy, monkeypatch):
-    mosaic_interpreter.install(monkeypatch)
-    case = next(x for x in PAIRWISE if x.name == name)
-    case = with_heads(dataclasses.replace(case, t=100, s=130), 64)
-    masks = (CHUNKS,) if toy == "mask" else ()
-    check(case, functools.partial(_interpreted, masks), **TOYS[toy])
-
-
-def _check_holes(case: Case, evaluate):
+def test_keys_in_holes_may_hold_nan(runner):
     """What lies in keys that no query attends changes no bit of any result."""
+    case = runner.shaped(Case("holes", batch=(1,), t=37, s=43))
     (q, k, v), _ = case.inputs(jnp.bfloat16)
     cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
-    clean = evaluate((q, k, v), cotangents)
+    clean = _evaluate(runner, (q, k, v), cotangents, {}, (CHUNKS,))
     hole = (np.arange(case.s) % CHUNKS.chunk < CHUNKS.hole)[:, None, None]
-    dirty = evaluate((q, *(jnp.where(hole, jnp.nan, x) for x in (k, v))), cotangents)
-    assert "query" in clean
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        assert np.all(np.isfinite(a)), name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_in_holes_may_hold_nan(backend):
-    case = Case("plain", t=70, s=90)
-    options = {**BACKENDS[backend], "chunks": (CHUNKS,)}
-    _check_holes(
-        case, lambda *operands: tolerances.evaluate(*operands, options, call=call)
-    )
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", deeply("holes"))
-def test_keys_in_holes_may_hold_nan_in_mosaic_gpu_kernels(name, monkeypatch):
-    mosaic_interpreter.install(monkeypatch)
-    case = with_heads(Case(name, batch=(1,), t=130, s=150), 64)
-    _check_holes(case, lambda *operands: _interpreted((CHUNKS,), *operands, {}))
+    arrays = q, *(jnp.where(hole, jnp.nan, x) for x in (k, v))
+    check_same_bits(clean, _evaluate(runner, arrays, cotangents, {}, (CHUNKS,)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, tuning
-from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import kernel_modules, lower_for_gpu
 from tests.mosaic import (
@@ -27,8 +26,6 @@ from tests.mosaic import (
     SERVED,
     assert_same_bits,
     check,
-    check_dropped_keys,
-    in_both_dtypes,
     lowered,
     off_hopper,
     on_hopper,
@@ -246,77 +243,6 @@ def test_gradients_beside_a_bias_of_one_byte():
 
     text = lower_for_gpu(jax.grad(loss), q, bias)
     assert "flash2_backward" in text and "__gpu$xla.gpu.triton" not in text
-
-
-@on_hopper
-@pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(BACKWARD))
-def test_error_rule_of_gradients(case, dtype, head, any_size, record_property):
-    check(with_heads(case.full(), head), dtype, record_property)
-
-
-@on_hopper
-@pytest.mark.parametrize(
-    ("packed", "dtype", "head"),
-    [
-        (False, "bfloat16", 64),
-        (True, "bfloat16", 64),
-        (False, "float16", 128),
-        (False, "bfloat16", 256),
-    ],
-)
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("count", [3, 132])
-def test_padding_never_comes_through(
-    count, poison, packed, dtype, head, any_size, multiprocessors
-):
-    """What lies beyond the lengths changes no bit of any result."""
-    multiprocessors(count)
-    case = dataclasses.replace(by_name("lengths_causal"), t=300, s=333)
-    case = with_heads(case, head)
-    (q, k, v), _ = case.inputs(dtype)
-    cotangents = tolerances.cotangents_for(case, dtype)
-    q_lengths = np.int32([300, 121, 16, 0])
-    kv_lengths = np.int32([177, 333, 0, 128])
-    arguments = {
-        "query_seq_lengths": q_lengths,
-        "key_value_seq_lengths": kv_lengths,
-        "is_causal": True,
-        **MOSAIC,
-    }
-    if packed:
-        arguments |= by_name("segments").arguments(np.random.default_rng(0), case)
-
-    def poisoned(x, lengths):
-        rows = np.arange(x.shape[1])[None, :] >= lengths[:, None]
-        return jnp.where(rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), poison, x)
-
-    clean = tolerances.evaluate((q, k, v), cotangents, arguments)
-    arrays = poisoned(q, q_lengths), poisoned(k, kv_lengths), poisoned(v, kv_lengths)
-    cotangents = tuple(poisoned(x, q_lengths) for x in cotangents)
-    dirty = tolerances.evaluate(arrays, cotangents, arguments)
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        assert name == "lse" or np.all(np.isfinite(a)), name
-
-
-@on_hopper
-@pytest.mark.parametrize("axes", ["bs", "ts", "bnts"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("count", [3, 132])
-def test_dropped_keys_never_come_through(
-    count, poison, axes, any_size, multiprocessors
-):
-    multiprocessors(count)
-    case = dataclasses.replace(by_name("plain"), t=300, s=333, h=64, d=64)
-    check_dropped_keys(
-        case,
-        axes,
-        poison,
-        lambda arrays, cotangents, arguments: tolerances.evaluate(
-            arrays, cotangents, arguments | MOSAIC
-        ),
-    )
 
 
 @on_hopper

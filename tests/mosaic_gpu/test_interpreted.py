@@ -1,4 +1,7 @@
-"""The Mosaic GPU kernels keep the error rule in JAX's interpreter, without a GPU."""
+"""The Mosaic GPU kernels in JAX's interpreter, without a GPU: what is theirs alone.
+
+What every backend keeps is in `tests/kernels`, for these as for others.
+"""
 
 import dataclasses
 
@@ -12,8 +15,9 @@ from pallas_kernels.mosaic_gpu import tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import Schedule
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, Case, by_name
-from tests.mosaic import BLOCKS, EVERYTHING, SERVED, check_dropped_keys, with_heads
-from tests.tiers import deep, deeply
+from tests.kernels.runners import RUNNERS
+from tests.mosaic import BLOCKS, with_heads
+from tests.tiers import deep
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernels"),
@@ -24,19 +28,8 @@ pytestmark = [
 
 
 def check(case, record_property, **more) -> dict[str, np.ndarray]:
-    arrays, arguments = case.inputs(jnp.bfloat16)
-    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
-    actual = mosaic_interpreter.evaluate(arrays, cotangents, {**arguments, **more})
-
-    def of_those(results):
-        return {x: y for x, y in results.items() if x.split(" ")[0] in actual}
-
-    exact = of_those(tolerances.exact(arrays, cotangents, arguments))
-    plain = of_those(tolerances.plain(arrays, cotangents, arguments))
-    unit = tolerances.unit_roundoff(jnp.bfloat16)
-    found = tolerances.check(actual, exact, plain, unit)
-    record_property("share of the allowed error", float(max(found.values())))
-    return actual
+    runner = RUNNERS["mosaic_gpu"]
+    return runner.check(case, runner.dtypes[0], record_property, **more)
 
 
 def of_two_blocks(case: Case) -> Case:
@@ -44,24 +37,7 @@ def of_two_blocks(case: Case) -> Case:
     return dataclasses.replace(case, t=5 * case.t + 7, s=5 * case.s + 7)
 
 
-FIRST = ("window_offset", "segments_causal_gqa", "dropout_bias")
-# Each takes ten seconds of a core; GPUs run them all.
-DEEP = [
-    *(x.name for x in SERVED if x.name not in FIRST and "pairwise" in x.name),
-    *(x.name for x in SERVED[::8] if x.name not in FIRST and "pairwise" not in x.name),
-    EVERYTHING.name,
-    *("bias_half", "bias_half_heads"),  # these come by TMA
-]
-
-
 HEADS = [(128, 128), (192, 128), (256, 256), (64, 192)]
-
-
-@pytest.mark.parametrize("name", [*FIRST, *deeply(*dict.fromkeys(DEEP))])
-def test_error_rule(name, monkeypatch, record_property):
-    mosaic_interpreter.install(monkeypatch)
-    case = EVERYTHING if name == EVERYTHING.name else by_name(name)
-    check(with_heads(of_two_blocks(case), 64), record_property)
 
 
 @deep
@@ -135,38 +111,9 @@ def test_blocks(name, blocks, monkeypatch, record_property):
 
 
 @deep
-@pytest.mark.parametrize("axes", ["ts", "bs"])
-def test_dropped_keys_never_come_through(axes, monkeypatch):
-    """Not where queries beyond the array meet what is not finite, either."""
-    mosaic_interpreter.install(monkeypatch)
-    case = dataclasses.replace(by_name("plain"), batch=(1,), t=130, s=150, h=64, d=64)
-    check_dropped_keys(case, axes, np.nan, mosaic_interpreter.evaluate)
-
-
-@deep
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_padding_never_comes_through(dtype, monkeypatch):
-    """Nor do warpgroups race for what is made 0."""
-    mosaic_interpreter.install(monkeypatch, races=True)
-    case = dataclasses.replace(by_name("plain"), batch=(2,), t=200, s=230, h=64, d=64)
-    (q, k, v), _ = case.inputs(dtype)
-    cotangents = tolerances.cotangents_for(case, dtype)
-    lengths = np.int32([190, 40])
-    arguments = {"key_value_seq_lengths": lengths, "is_causal": True}
-    clean = mosaic_interpreter.evaluate((q, k, v), cotangents, arguments)
-    padding = (np.arange(case.s) >= lengths[:, None])[..., None, None]
-    k, v = (jnp.where(padding, jnp.nan, x) for x in (k, v))
-    dirty = mosaic_interpreter.evaluate((q, k, v), cotangents, arguments)
-    assert not mosaic_interpreter.found_races()
-    assert "query" in clean
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        assert np.all(np.isfinite(a)), name
-
-
-@deep
 @pytest.mark.parametrize(
-    ("name", "head"), [("causal", 64), ("causal", 128), ("plain", 256)]
+    ("name", "head"),
+    [("causal", 64), ("causal", 128), ("plain", 256), ("lengths_causal", 64)],
 )
 def test_barriers_order_all_accesses(name, head, monkeypatch):
     mosaic_interpreter.install(monkeypatch, races=True)

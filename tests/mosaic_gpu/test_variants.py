@@ -203,12 +203,6 @@ def test_what_is_declined(name):
     assert not chosen.startswith("implementation: mosaic_gpu")
 
 
-@on_hopper
-@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(SERVED))
-def test_error_rule(case, dtype, record_property):
-    check(case.full(), dtype, record_property)
-
-
 # Programs take tiles here: how long each runs is not known before.
 UNSORTED = ("offset_batch", "lengths", "segments", "mask")
 MANY_TILES = [
