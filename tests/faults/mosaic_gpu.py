@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.kernels import of
+from tests.faults.kernels import of, rule
 
 ORDER = "tests/mosaic_gpu/test_visits.py -k before_them"
 DOCUMENTS = "tests/mosaic_gpu/test_visits.py -k of_documents"
@@ -10,11 +10,12 @@ SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
 APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
-PADDING = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'padding and bfloat16'"
-DROPPED = "tests/mosaic_gpu/test_interpreted.py -m '' -k dropped_keys"
+PADDING = "tests/kernels/test_attention.py -k 'padding_never and mosaic_gpu'"
+RACES = "tests/mosaic_gpu/test_interpreted.py -k 'all_accesses and lengths'"
+DROPPED = "tests/kernels/test_attention.py -k 'masked_keys and mosaic_gpu'"
 WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
 CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
-TAKEN = "tests/mosaic_gpu/test_interpreted.py -k 'rule and segments_causal_gqa'"
+TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
 
 MUTANTS = [
     *of(
@@ -71,7 +72,7 @@ MUTANTS = [
             "no warpgroup waits for the one that clears",
             "self.plan.values_cleared.sync()",
             "pass",
-            PADDING,
+            RACES,
         ),
         (
             "the next pairs come while these are loaded",
@@ -299,7 +300,7 @@ MUTANTS = [
             "pairs of the last tile once more",
             "prefetched = consumer.prefetch(tile.next)",
             "prefetched = consumer.prefetch(tile.number)",
-            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'rule and bias_half'",
+            rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
         ),
     ),
     *of(
@@ -374,7 +375,7 @@ MUTANTS = [
             "a kernel's own form of a mask is left out",
             "return [*first, *(x for x in kept if x.dtype != jnp.bool_)]",
             "return first",
-            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'rule and pairwise_3'",
+            rule("pairwise_3", backend="mosaic_gpu"),
         ),
         (
             "ALiBi on both sides with the first block's maximum",
