@@ -10,9 +10,8 @@ SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
 APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
-PADDING = "tests/kernels/test_attention.py -k 'padding_never and mosaic_gpu'"
-RACES = "tests/mosaic_gpu/test_interpreted.py -k 'all_accesses and lengths'"
-DROPPED = "tests/kernels/test_attention.py -k 'masked_keys and mosaic_gpu'"
+PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
+DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
 WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
 CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
 TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
@@ -72,7 +71,7 @@ MUTANTS = [
             "no warpgroup waits for the one that clears",
             "self.plan.values_cleared.sync()",
             "pass",
-            RACES,
+            PADDING,
         ),
         (
             "the next pairs come while these are loaded",
