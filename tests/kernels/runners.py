@@ -50,7 +50,7 @@ class Runner:
       prepare: makes the backend run here, until a test ends.
       programs: how many a GPU is said to run at once; None for as many as it does.
       run: as `tolerances.evaluate`; what it lacks is not compared.
-      is_interpreted: a test takes seconds, so that one of each kind must do.
+      one_of_each: kind of call must do in the first tier, as where a call takes seconds.
       by_threads: seconds more, in JAX's interpreter of warpgroups.
       declines: a regex of the reasons for which it may decline a case.
       skip: a reason for which it does not run here.
@@ -65,7 +65,7 @@ class Runner:
     prepare: Callable[[pytest.MonkeyPatch], None] = lambda monkeypatch: None
     programs: int | None = None
     run: Callable = tolerances.evaluate
-    is_interpreted: bool = False
+    one_of_each: bool = False
     by_threads: bool = False
     declines: str | None = None
     skip: str | None = None
@@ -158,7 +158,7 @@ _BY_THREADS_DEEP = (
     *("everything_served", "bias_half", "bias_half_heads"),  # these come by TMA
 )
 RUNNERS = {
-    name: Runner(options, is_interpreted=name == "triton" and not ON_GPU)
+    name: Runner(options, one_of_each=name == "triton" and not ON_GPU)
     for name, options in WITH_BLOCKS.items()
 }
 RUNNERS["reference"] = Runner(
@@ -175,6 +175,7 @@ RUNNERS["proof"] = Runner(
     rest=(),
     shaped=lambda case: case,
     prepare=_register_proof,
+    one_of_each=True,
 )
 if not ON_GPU:
     RUNNERS["mosaic_gpu"] = Runner(
@@ -185,7 +186,7 @@ if not ON_GPU:
         shaped=_of_two_blocks,
         prepare=mosaic_interpreter.install,
         run=mosaic_interpreter.evaluate,
-        is_interpreted=True,
+        one_of_each=True,
         by_threads=True,
         skip=None if mosaic_interpreter.IS_SUPPORTED else "JAX cannot interpret it",
     )

@@ -246,7 +246,8 @@ def _paddings():
         for poison in () if runner.by_threads else (np.nan, np.inf, -np.inf):
             for packed in (False, True) if ON_GPU else (False,):
                 label = f"{'packed-' * packed}{poison}-{name}"
-                yield runner.param(poison, packed, id=label)
+                deep_too = runner.one_of_each and not np.isnan(poison)
+                yield runner.param(poison, packed, id=label, deep_too=deep_too)
 
 
 @pytest.mark.parametrize(

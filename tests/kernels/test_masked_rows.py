@@ -126,7 +126,7 @@ def _ways():
         for name, runner in RUNNERS.items():
             if runner.by_threads and way not in BY_THREADS:
                 continue
-            first = KERNELS_FIRST if runner.is_interpreted else FIRST
+            first = KERNELS_FIRST if runner.one_of_each else FIRST
             deep_too = runner.by_threads or way not in first
             yield runner.param(way, id=f"{way}-{name}", deep_too=deep_too)
 
