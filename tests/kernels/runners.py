@@ -50,7 +50,7 @@ class Runner:
       prepare: makes the backend run here, until a test ends.
       programs: how many a GPU is said to run at once; None for as many as it does.
       run: as `tolerances.evaluate`; what it lacks is not compared.
-      one_of_each: kind of call must do in the first tier, as where a call takes seconds.
+      one_of_each: kind of call must do in the first tier, where a call takes seconds.
       by_threads: seconds more, in JAX's interpreter of warpgroups.
       declines: a regex of the reasons for which it may decline a case.
       skip: a reason for which it does not run here.
