@@ -402,7 +402,7 @@ SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
 INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
-# With tests of its own (test_mosaic_*.py): Hopper only, and elements of two bytes.
+# On Hopper only, and of elements of two bytes: `tests.kernels.runners` has them, too.
 APART = ("mosaic_gpu",)
 # How each other one is called here: compiled kernels on a GPU, interpreted elsewhere.
 BACKENDS = {

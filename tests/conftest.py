@@ -41,7 +41,7 @@ import jax
 import pytest
 
 # A first example compiles; how long that takes is no one's fault. `search` is for long
-# random runs: pytest tests/test_search.py --hypothesis-profile=search
+# random runs: pytest tests/kernels/test_search.py --hypothesis-profile=search
 # The default does not shrink what fails: each try compiles anew.
 hypothesis.settings.register_profile(
     "default",
@@ -82,9 +82,9 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def any_size(monkeypatch):
     """Calls for which Mosaic GPU's backward is not fast go to it, too."""
-    from tests.mosaic import with_numbers
+    from tests.mosaic import with_any_size
 
-    with_numbers(monkeypatch, fewest_tiles=0, widths_that_keep_no_scores=())
+    with_any_size(monkeypatch)
 
 
 @pytest.fixture

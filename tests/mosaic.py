@@ -73,6 +73,11 @@ def with_numbers(monkeypatch, **numbers) -> None:
     monkeypatch.setattr(measured, "here", lambda: table)
 
 
+def with_any_size(monkeypatch) -> None:
+    """Calls for which the backward is not fast go to it, too."""
+    with_numbers(monkeypatch, fewest_tiles=0, widths_that_keep_no_scores=())
+
+
 def with_heads(case: Case, size: int) -> Case:
     return dataclasses.replace(case, h=size, d=size)
 
@@ -82,28 +87,6 @@ BLOCKS = {
     "three_warpgroups": Blocks(192, 128, num_warps=12, num_stages=3),
     "few_keys": Blocks(128, 64, num_warps=8, num_stages=4),
 }
-
-
-def check_dropped_keys(case: Case, axes: str, poison: float, evaluate: Callable):
-    """What lies in keys that no query keeps changes no bit of any result.
-
-    Args:
-      case: without arguments.
-      axes: of the mask, which leaves out others, too.
-      evaluate: as `tolerances.evaluate`.
-    """
-    mask = np.random.default_rng(0).random(case.broadcast(axes)) < 0.7
-    dropped = np.arange(case.s) % 70 < 9
-    arguments = {"mask": mask & ~dropped}
-    q, k, v = case.inputs(jnp.bfloat16)[0]
-    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
-    clean = evaluate((q, k, v), cotangents, arguments)
-    k, v = (jnp.where(dropped[:, None, None], poison, x) for x in (k, v))
-    dirty = evaluate((q, k, v), cotangents, arguments)
-    assert "query" in clean
-    for name, a in clean.items():
-        np.testing.assert_array_equal(a, dirty[name], err_msg=name)
-        assert np.all(np.isfinite(a)), name
 
 
 def check(case: Case, dtype, record_property, arrays=None, **more):

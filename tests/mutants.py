@@ -1,13 +1,13 @@
 """Faults of one line, each of which some test must see: `python -m tests.mutants`.
 
 Coverage says which lines tests run, not whether they look. So each fault of
-`tests.mutant_list` is made in a copy of the project, and the tests that should see it
-are run there: it is killed if one of them fails. It may survive only with a reason, as
-that no result changes.
+`tests.faults.catalogue` is made in a copy of the project, and the tests that should see
+it are run there: it is killed if one of them fails. It may survive only with a reason,
+as that no result changes.
 
     python -m tests.mutants                  all of them
     python -m tests.mutants dropout window   those whose name matches one of these
-    python -m tests.mutants --check          only that each has one place
+    python -m tests.mutants --check          one place for each, and a file of tests
     python -m tests.mutants --clean          the same tests without any fault must pass
 
 The exit code is 1 if a fault survives without a reason, or could not be judged.
@@ -148,6 +148,9 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
             mutant.place(texts)
         except ValueError as error:
             found.append(str(error))
+        file = shlex.split(mutant.tests)[0].partition("::")[0]
+        if not (ROOT / file).is_file():
+            found.append(f"{mutant.name}: there is no file {file}")
     return found
 
 
@@ -252,7 +255,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from tests.mutant_list import MUTANTS
+    from tests.faults.catalogue import MUTANTS
 
     description, *_ = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=description)

@@ -1,0 +1,89 @@
+"""Faults of `tests.mutants`: where and how programs are lowered."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/axes.py",
+        (
+            "products by a function that tools replace",
+            "return dot_general_p.bind(",
+            "return jax.lax.dot_general(",
+            "tests/transforms/test_interception.py -k 'reach_no_product and xla'",
+        ),
+    ),
+    *of(
+        "jax_flash2/_operation.py",
+        (
+            "lowered for where arrays lie by default",
+            "device.lowering_for(platform), _backends",
+            "device.lowering_for(device.platform()), _backends",
+            "tests/transforms/test_platforms.py -k arrays_of_a_cpu",
+        ),
+        (
+            "run where arrays lie by default",
+            "where = device.lowering_for(device.platform_of(arrays))",
+            "where = device.lowering_for(device.platform())",
+            "tests/transforms/test_platforms.py -k without_jit",
+        ),
+    ),
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "a named backend lowered for any platform",
+            "if why_not_here is not None and is_named:",
+            "if False:",
+            "tests/transforms/test_platforms.py -k refused",
+        ),
+    ),
+    *of(
+        "jax_flash2/_sharding.py",
+        (
+            "constants of the whole in the partitioner's call",
+            "custom_partitioning(jax.jit(function))",
+            "custom_partitioning(function)",
+            "tests/devices/test_partitioner.py -k compile_time",
+        ),
+    ),
+    *of(
+        "jax_flash2/_partitioner.py",
+        (
+            "mesh axes in reverse",
+            "key=lambda j: -steps[j]",
+            "key=lambda j: steps[j]",
+            "tests/devices/test_sharding.py -k 'automatic and stay and 8-4 and xla'",
+        ),
+        (
+            "one name for all programs",
+            'f"{_code()} {_devices(found)} {describe()}"',
+            'f"{_code()} {_devices(found)}"',
+            "tests/devices/test_partitioner.py -k found_for_another",
+        ),
+        (
+            "a name of this process",
+            'f"{_code()} {_devices(found)} {describe()}"',
+            'f"{id(results)} {describe()}"',
+            "tests/devices/test_partitioner.py -k found_again",
+        ),
+        (
+            "a name for programs of all meshes",
+            'f"{_code()} {_devices(found)} {describe()}"',
+            'f"{_code()} {describe()}"',
+            "tests/devices/test_partitioner.py -k other_meshes",
+        ),
+        (
+            "parts lowered for each layer",
+            "if key not in known.parts:",
+            "if True:",
+            "tests/devices/test_partitioner.py -k lowered_once",
+        ),
+        (
+            "parts lowered as 64 bits are set by then",
+            "with jax.enable_x64(known.x64):",
+            "with jax.enable_x64(jax.config.jax_enable_x64):",
+            "tests/devices/test_partitioner.py -k outside_of_x64",
+        ),
+    ),
+]

@@ -1,0 +1,434 @@
+"""Faults of the Mosaic GPU kernels that a CPU can see: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of, rule
+
+ORDER = "tests/mosaic_gpu/test_visits.py -k before_them"
+DOCUMENTS = "tests/mosaic_gpu/test_visits.py -k of_documents"
+SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
+APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"
+DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
+OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
+PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
+DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
+WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
+CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
+TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
+
+MUTANTS = [
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "gradients leave a backend that the caller names",
+            "[] if is_named or not own.slower else",
+            "[] if not own.slower else",
+            CHOICE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/memory.py",
+        (
+            "rows that end anywhere are always copied",
+            "if _in_single_rows(width):\n        return any(",
+            "if False:\n        return any(",
+            CHOICE,
+        ),
+        (
+            "heads that must be padded are not copied",
+            "return any(x % (_FEWEST_BYTES // 2) for x in heads)",
+            "return False",
+            CHOICE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/forward.py",
+        (
+            "rows beyond the array among those that leave their range",
+            "flash2.in_range(sums, loop.program.v.dtype) | beyond",
+            "flash2.in_range(sums, loop.program.v.dtype) | (beyond & False)",
+            DROPPED,
+        ),
+        (
+            "values of dropped keys meet products in every pass",
+            "clears_values=plan.drops_keys and not is_first_pass,",
+            "clears_values=False,",
+            DROPPED,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/forward_program.py",
+        (
+            "the pass that clears has maxima alone",
+            "visit(i, i, state)",
+            "visit(i, 1, state)",
+            DROPPED,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/forward_loop.py",
+        (
+            "no warpgroup waits for the one that clears",
+            "self.plan.values_cleared.sync()",
+            "pass",
+            PADDING,
+        ),
+        (
+            "the next pairs come while these are loaded",
+            "release(use, loaded=True)",
+            "release(use)",
+            "tests/mosaic_gpu/test_variants.py -k loaded_before",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dbias.py",
+        (
+            "dropout's scale forgotten",
+            "(total * program.spec.dropout_scale)",
+            "total",
+            OF_BIAS,
+        ),
+        (
+            "the first element's keys for all",
+            "saved.do.at(here), v.at(here))",
+            "saved.do.at(here), v.at(program.where | program.key_rows))",
+            OF_BIAS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/backward.py",
+        (
+            "sums of dq to which nothing was added",
+            "met.to(axes) > number",
+            "met.to(axes) > 0",
+            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'several_sums and lengths'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/__init__.py",
+        (
+            "dq by itself in parts",
+            'whole = {"dq", *(',
+            "whole = {*(",
+            "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_gradients_apart",
+        ),
+        (
+            "dq by itself without tables of segments",
+            "dq_kernel(q, *cleared, tabled,",
+            "dq_kernel(q, k, v, spec,",
+            APART,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dq.py",
+        (
+            "dq by itself with another vector of rows",
+            'pairs.along(consumer.delta, "t")).astype',
+            'pairs.along(consumer.lse, "t")).astype',
+            APART,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dkv.py",
+        (
+            "dk of probabilities",
+            "refs.dz.ref.at[slot], q_own",
+            "refs.p.ref.at[slot], q_own",
+            APART,
+        ),
+        (
+            "parts of dk in the place of those of dv",
+            "_result(self.q_or_dk, self.k)",
+            "_result(self.do_or_dv, self.k)",
+            "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_gradients_apart",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/clear_keys.py",
+        (
+            "keys beyond their length are looked at",
+            "numbers < spec.kv_limit(size)",
+            "numbers < size",
+            PADDING,
+        ),
+        (
+            "keys that a mask drops are looked at",
+            "return below if keys is None",
+            "return below if True",
+            DROPPED,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/pairwise.py",
+        (
+            "bits of a mask from the other end",
+            "jnp.arange(BITS, dtype=jnp.uint16)",
+            "jnp.arange(BITS, dtype=jnp.uint16)[::-1]",
+            WORDS,
+        ),
+        (
+            "a block is said to be full if each word keeps a pair",
+            "words.value == FULL",
+            "words.value != 0",
+            WORDS,
+        ),
+        (
+            "a key is kept only if all queries keep it",
+            "lax.reduce(words.value, np.uint16(0), lax.bitwise_or, lost)",
+            "lax.reduce(words.value, np.uint16(FULL), lax.bitwise_and, lost)",
+            WORDS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "blocks at the edges of a window first",
+            "self.needed.in_order(back",
+            "self.needed.at(back",
+            "tests/mosaic_gpu/test_visits.py -k do_not_wait",
+        ),
+        (
+            "with a window, some heads of a block twice",
+            "lax.div(tile, blocks), lax.rem(tile, blocks)",
+            "lax.rem(tile, blocks), lax.rem(tile, blocks)",
+            ORDER,
+        ),
+        (
+            "without a window, some blocks of a head twice",
+            "lax.rem(tile, heads), lax.div(tile, heads)",
+            "lax.rem(tile, heads), lax.rem(tile, heads)",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "a program among those before it",
+            "Named(so_far - visited,",
+            "Named(so_far,",
+            DOCUMENTS,
+        ),
+        (
+            "programs before it counted from the other end",
+            "axis=visited.ndim - 2)",
+            "axis=visited.ndim - 2, reverse=True)",
+            DOCUMENTS,
+        ),
+        (
+            "visits without the arrays that decide them",
+            "tabled.for_ranges()",
+            "spec.for_ranges()",
+            DOCUMENTS,
+        ),
+        (
+            "a block of queries too many counted",
+            "(i < hi)",
+            "(i <= hi)",
+            ORDER,
+        ),
+        (
+            "rows that no keys meet as written",
+            "last - first, 0)",
+            "last - first + 1, 0)",
+            "tests/mosaic_gpu/test_visits.py -k no_keys_meet",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "keys beyond the array not masked",
+            "found = found.all_edges(",
+            "found.all_edges(",
+            ORDER,
+        ),
+        (
+            "the first program is the last",
+            "jnp.int32(keys)) - met[0]",
+            "jnp.int32(keys)) - met[1]",
+            ORDER,
+        ),
+        (
+            "programs of the queries before it",
+            '"i": self._block(tile)[1]}',
+            '"i": self._block(tile - tile)[1]}',
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tuning.py",
+        (
+            "documents at small heads go to these kernels",
+            'if spec.traits.is_sparse and keys < fewest("documents")',
+            "if spec.traits.is_sparse and keys < 1024",
+            CHOICE,
+        ),
+        (
+            "an order of any size",
+            "if need > numbers.most_order_bytes:",
+            "if need < 0:",
+            "tests/mosaic_gpu/test_visits.py -k too_large",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tile_scheduler.py",
+        (
+            "nobody takes the last tile",
+            "(self.tile(last) < self.schedule.tiles)",
+            "(self.tile(last) < self.schedule.tiles - 1)",
+            TAKEN,
+        ),
+        (
+            "numbers of tiles where those of rounds left are",
+            "self.words.shape[0] - self.schedule.most_tiles + slot",
+            "0 * slot",
+            TAKEN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/forward.py",
+        (
+            "rounds that met what is not finite are not made again",
+            "unfinished |= (~good).astype(jnp.int32) << slot",
+            "unfinished |= 0 * slot",
+            PADDING,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/backward_consumer.py",
+        (
+            "pairs of the last tile once more",
+            "prefetched = consumer.prefetch(tile.next)",
+            "prefetched = consumer.prefetch(tile.number)",
+            rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tile_scheduler.py",
+        (
+            "programs that take tiles have no rounds to spare",
+            "mean_tiles = measured.here().numbers.mean_tiles",
+            "mean_tiles = MOST_TILES",
+            SCHEDULE,
+        ),
+        (
+            "tiles of unknown length are dealt out",
+            "is_static = uniform_cost or tiles <= resident",
+            "is_static = True",
+            SCHEDULE,
+        ),
+        (
+            "every round deals tiles out in the same direction",
+            "back = (slot & 1) * ",
+            "back = 0 * ",
+            SCHEDULE,
+        ),
+        (
+            "a last round without tiles",
+            "self.tile(thread_block, slot) >= self.tiles",
+            "self.tile(thread_block, slot) > self.tiles",
+            SCHEDULE,
+        ),
+        (
+            "programs that come later take the tiles of the first",
+            "row = slot + wave * self.most_tiles",
+            "row = slot + wave",
+            SCHEDULE,
+        ),
+        (
+            "fewer tiles side by side than there are programs",
+            "if n * blocks >= thread_blocks",
+            "if n >= 1",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/memory.py",
+        (
+            "zeros for what lies beyond queries",
+            "fill = x.fill if isinstance(x, Filled) else 0",
+            "fill = 0",
+            "tests/mosaic_gpu/test_backward.py -k beyond_queries",
+        ),
+        (
+            "the next heads from the same end",
+            'ids["t"] += ((last - rest) & 1)',
+            'ids["t"] += 0',
+            SCHEDULE,
+        ),
+        (
+            "parts that are no tiles of their own",
+            "rest, ids[name] = _divmod(rest, size)\n        rest, head",
+            "_, ids[name] = _divmod(rest, size)\n        rest, head",
+            SCHEDULE,
+        ),
+        (
+            "heads together of one block only",
+            'if self.together > 1 and "t" in self.num_blocks:',
+            "if False:",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "a kernel's own form of a mask is left out",
+            "return [*first, *(x for x in kept if x.dtype != jnp.bool_)]",
+            "return first",
+            rule("pairwise_3", backend="mosaic_gpu"),
+        ),
+        (
+            "ALiBi on both sides with the first block's maximum",
+            "maximum_may_grow for x in terms) and not self.is_causal",
+            "maximum_may_grow for x in terms) and False",
+            "tests/kernels/test_accumulate.py -k on_both_sides",
+        ),
+        (
+            "rows of unequal lengths said to be sorted",
+            "ALL, cost_is_monotone=False, keeps_own_key=own",
+            "ALL, cost_is_monotone=True, keeps_own_key=own",
+            SCHEDULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "every program visits all heads of the group",
+            "first, end = self.layout.own_elements(self.where)",
+            "first, end = 0, self.layout.elements",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/dropout.py",
+        (
+            "words of dropout for other queries",
+            "for word in words]",
+            "for word in words[::-1]]",
+            "tests/mosaic_gpu/test_dealt.py",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "blocks that only some heads visit left out",
+            ', over=("n",)',
+            "",
+            ORDER,
+        ),
+        (
+            "counts that elements share as if each had its own",
+            "shape = (*(size[a] for a in _batch(spec)), keys)",
+            "shape = jnp.broadcast_shapes(*map(jnp.shape, (*found, start)))",
+            "tests/mosaic_gpu/test_visits.py -k do_not_depend_on",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/backward.py",
+        (
+            "parts of a division left apart",
+            "division.summed(dkv, dkv_structs)",
+            "[x.value for x in dkv]",
+            DIVIDED,
+        ),
+    ),
+]
