@@ -90,8 +90,8 @@ MUTANTS = [
         ),
         (
             "the first element's keys for all",
-            "saved.do.at(here), v.at(here))",
-            "saved.do.at(here), v.at(program.where | program.key_rows))",
+            "saved.do.at(here), inputs.v.at(here))",
+            "saved.do.at(here), inputs.v.at(program.where | program.key_rows))",
             OF_BIAS,
         ),
     ),
@@ -114,8 +114,8 @@ MUTANTS = [
         ),
         (
             "dq by itself without tables of segments",
-            "dq_kernel(q, *cleared, tabled,",
-            "dq_kernel(q, k, v, spec,",
+            "q, k_clear, v_clear, tabled, rows",
+            "q, k, v, spec, rows",
             APART,
         ),
     ),

@@ -223,7 +223,9 @@ def backward(plans, call: Call, saved, wanted):
     transposed = pairwise.in_words(spec, "t")
     o, lse, do, dlse = saved
     q, do = (clear.masked_rows(spec, clear.padding(spec, x), lse) for x in (q, do))
-    cleared = [clear.dropped_keys(transposed, clear.padding(spec, x)) for x in (k, v)]
+    k_clear, v_clear = (
+        clear.dropped_keys(transposed, clear.padding(spec, x)) for x in (k, v)
+    )
     delta = passes.delta_of(o, lse, do, dlse)
     # With a bias, rows of zeros beyond the array have scores of any size.
     padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)
@@ -234,9 +236,11 @@ def backward(plans, call: Call, saved, wanted):
         of_dq = plans["backward"].dq
         if of_dq is not None:
             tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
-            dq = dq_kernel(q, *cleared, tabled, rows, of_q, launch=of_dq)
+            dq = dq_kernel(q, k_clear, v_clear, tabled, rows, of_q, launch=of_dq)
             outputs = of_k, of_v
-            dk, dv = dkv_kernel(q, *cleared, transposed, rows, outputs, launch=launch)
+            dk, dv = dkv_kernel(
+                q, k_clear, v_clear, transposed, rows, outputs, launch=launch
+            )
         else:
             wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
             keyed = transposed.with_keys(call.size["s"])
@@ -250,7 +254,7 @@ def backward(plans, call: Call, saved, wanted):
         (name,) = spec.score.operands
         launch = plans["operand_gradients"].launch
         of_bias = functools.partial(_of_bias, launch, call.size)
-        operands = q, *cleared, spec, rows, wanted[name], name
+        operands = q, k_clear, v_clear, spec, rows, wanted[name], name
         gradients[name] = passes.score_operand(of_bias, *operands)
     if "sink" in wanted:
         gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])

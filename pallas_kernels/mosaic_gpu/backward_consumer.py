@@ -139,7 +139,7 @@ def compute(program: Program) -> None:
         attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
         for operand in (refs.k, refs.v):
             clear_keys.clear(operand.ref.at[0, consumer.rows], attended)
-    accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
+    accumulators = (plgpu.WGMMAAccumulatorRef((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
     _store(consumer, dk, dv)
@@ -212,7 +212,8 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
     plgpu.wgmma_wait(0)
     program.do_pipeline.release(number)
-    dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.accumulator] * pipelined
+    dq_acc = plgpu.WGMMAAccumulatorRef(plan.dq_part.shape, F32)
+    qk_acc = [plan.accumulator] * pipelined
     qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
     return qk, prefetched
 

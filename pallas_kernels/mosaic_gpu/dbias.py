@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, element, tile_program
 
 
-def layout_of(operands, launch: Launch, summed: Axes) -> memory.Layout:
+def layout_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.Layout:
     """The layout of tiles of pairs, whose thread blocks loop over the axes `summed`.
 
     A part is as large as the result, and that is large where it has many tiles. So they
@@ -58,7 +58,7 @@ def dbias(
     saved: tuple[Named, Named, Named],
     output: Named,
     *,
-    summed: Axes,
+    summed: tuple[str, ...],
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """The gradient of the score's bias, in a tuple.
@@ -199,17 +199,19 @@ def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
 
 def _load(program: Program) -> None:
     """The role of the producer: two stages for each element that needs the keys."""
-    q, k, v, _, saved, _ = program.inputs
+    inputs = program.inputs
 
     def fetch(index, i):
-        _, here, needed = program.element(program.spec, index)
+        here, needed = program.element(program.spec, index)[1:]
         here = program.with_rows(here, 0, program.plan.block_q)
         count = jnp.int32(needed.count)
 
         @pl.when(count > 0)
         def _():
-            program.pipeline.fill(i, ProductStage(q.at(here), k.at(here)))
-            program.pipeline.fill(i + 1, ProductStage(saved.do.at(here), v.at(here)))
+            first = ProductStage(inputs.q.at(here), inputs.k.at(here))
+            program.pipeline.fill(i, first)
+            second = ProductStage(inputs.saved.do.at(here), inputs.v.at(here))
+            program.pipeline.fill(i + 1, second)
 
         return i + 2 * count
 
@@ -238,7 +240,7 @@ class Consumer(gradients.Consumer):
         rows = pl.ds(me * ROWS, ROWS)
         where = {**program.where, **program.key_rows}
         where = program.with_rows(where, me * ROWS, ROWS)
-        if program.plan.bias is not None:
+        if refs.bias is not None:
             view, *_ = prefetch.pair_values(spec)
             bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
             plgpu.copy_gmem_to_smem(view.at(where), bias, full)

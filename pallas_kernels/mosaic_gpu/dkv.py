@@ -234,7 +234,9 @@ def _compute(program: Program) -> None:
     """The role of a consumer: it makes its columns of dk and dv."""
     consumer, plan = Consumer.start(program), program.plan
     plgpu.barrier_wait(program.refs.keys_full)
-    accumulators = (plgpu.ACC((plan.block_kv, n), F32) for n in plan.halves.values())
+    accumulators = (
+        plgpu.WGMMAAccumulatorRef((plan.block_kv, n), F32) for n in plan.halves.values()
+    )
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # both have read keys and values
     _store(consumer, dk, dv)

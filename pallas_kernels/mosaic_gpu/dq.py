@@ -203,7 +203,7 @@ def _compute(program: Program) -> None:
     """The role of a consumer: dq of its queries."""
     consumer, me = Consumer.start(program), program.warpgroup
     plgpu.barrier_wait(program.refs.queries_full.at[me])
-    accumulator = plgpu.ACC((ROWS, program.plan.width["h"]), F32)
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, program.plan.width["h"]), F32)
     total = pl.run_scoped(functools.partial(_walk, consumer), accumulator)
     _store(consumer, total)
 

@@ -250,7 +250,7 @@ def attend(
         queries_read=fetch_next if plan.output_columns else lambda: None,
         no_keys=no_keys,
     )
-    accumulator = plgpu.ACC((ROWS, plan.heads["d"]), jnp.float32)
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.heads["d"]), jnp.float32)
     sums = pl.run_scoped(loop.run, accumulator)
 
     good = is_right(loop, sums, start, is_first_pass)
@@ -312,6 +312,7 @@ def store(
     plan, refs, me = program.plan, program.refs, program.warpgroup
     columns, d = plan.output_columns, plan.heads["d"]
     output, log = flash2.finish(sums, spec.sink, plan.arithmetic)
+    assert not isinstance(output, tuple), "heads are not in pieces here"
     output = (output * spec.dropout_scale).astype(program.o.dtype)
     wait_until_stored()  # of the previous work tile, which used the same tiles
     lse = refs.lse.ref.at[me]

@@ -187,7 +187,7 @@ class KeyLoop:
             return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
 
         shape = ROWS, self.plan.block_kv
-        qk = pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+        qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         refs.k.release(i)
         return qk
 

@@ -71,7 +71,8 @@ class Program:
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         words, taken = refs.tile_words.ref, refs.tile_taken
         scheduler = tiles_of(plan.schedule, thread_block, words, taken)
-        return cls(plan, *inputs, *outputs, refs, warpgroup, scheduler)
+        (q, k, v, spec), (o, lse) = inputs, outputs
+        return cls(plan, q, k, v, spec, o, lse, refs, warpgroup, scheduler)
 
     def work_tile(self, slot) -> WorkTile:
         """The work tile in a slot of the thread block."""

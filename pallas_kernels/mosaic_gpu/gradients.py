@@ -125,7 +125,8 @@ class Plan:
     @property
     def accumulator(self):
         """Registers in which a product of the block's queries and keys is summed."""
-        return plgpu.ACC(tuple(self.pair_block.values()), F32)
+        rows, columns = self.pair_block.values()
+        return plgpu.WGMMAAccumulatorRef((rows, columns), F32)
 
     def pairs(self, spec: AttentionSpec, where: Where, masked) -> Pairs:
         """The block of pairs at `where`.
@@ -134,8 +135,8 @@ class Plan:
           spec: with what does not vary inside the loop loaded.
           masked: whether some of them may be masked.
         """
-        order = tuple(self.pair_block)
-        return pairs_of_block(spec, where, order, masked, self.launch)
+        rows, columns = self.pair_block
+        return pairs_of_block(spec, where, (rows, columns), masked, self.launch)
 
     @functools.cached_property
     def width(self) -> dict[str, int]:
@@ -388,15 +389,16 @@ class KeyProgram:
 
 def load(program: KeyProgram) -> None:
     """The producer loads the block's keys and values, then queries tile by tile."""
-    refs, (q, k, v, _, saved, _) = program.refs, program.inputs
-    for array, held in ((k, refs.k), (v, refs.v)):
+    refs, inputs = program.refs, program.inputs
+    saved = inputs.saved
+    for array, held in ((inputs.k, refs.k), (inputs.v, refs.v)):
         source, target = array.at(program.block), held.copied.at[0]
         plgpu.copy_gmem_to_smem(source, target, refs.keys_full)
 
     @pl.loop(0, program.tiles.count)
     def _(tile):
         here = program.tiles.at(tile)
-        queries = QueryStage(q.at(here), saved.lse.at(here))
+        queries = QueryStage(inputs.q.at(here), saved.lse.at(here))
         program.query_pipeline.fill(tile, queries)
         outputs = OutputStage(saved.do.at(here), saved.delta.at(here))
         program.do_pipeline.fill(tile, outputs)

@@ -50,8 +50,8 @@ class Tiles:
         if visits is None:
             found = cls._met(spec, where["s"].start, layout)
         else:
-            visits = load_tree(visits, (), where)
-            found = visits.blocks
+            loaded: Visits = load_tree(visits, (), where)
+            visits, found = loaded, loaded.blocks
         if layout.size["s"] % layout.rows["s"]:
             # Of rows beyond the array p may be infinite, and dq would be NaN.
             end = where["s"].start + layout.rows["s"]
