@@ -18,7 +18,8 @@ from pallas_kernels.core.masks import Window
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from tests import tolerances
 from tests.cases import Case, by_name
 from tests.lowering import kernel_modules, lower_for_gpu

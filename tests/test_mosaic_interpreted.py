@@ -8,7 +8,7 @@ import pytest
 
 from jax_flash2 import Config
 from pallas_kernels import device
-from pallas_kernels.mosaic_gpu import tuning
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import Schedule
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, Case, by_name

@@ -16,7 +16,8 @@ from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     MOST_TILES,
     Schedule,

@@ -27,7 +27,7 @@ REGIMES = {
 }
 
 # What a call may have, each with crossover points of its own. Those of a call are the
-# largest of its conditions' (`tuning.conditions`).
+# largest of its conditions' (`hopper.tuning.conditions`).
 CONDITIONS = {
     "plain": "none of the next four",
     "causal": "later queries attend more keys; neither a window nor a bias of pairs",

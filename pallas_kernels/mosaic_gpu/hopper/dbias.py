@@ -28,11 +28,12 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import gradients, memory, pairwise, prefetch, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
+from pallas_kernels.mosaic_gpu import memory, pairwise, prefetch, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Saved
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, element, tile_program
 
 

@@ -24,10 +24,10 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES, Schedule
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 MOST_WARPGROUPS = 3  # that compute
 # Most passes over work tiles after the first one.

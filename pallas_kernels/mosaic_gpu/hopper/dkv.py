@@ -35,8 +35,9 @@ from pallas_kernels import division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, load_tree
-from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import (
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import (
     F32,
     Inputs,
     KeyProgram,

@@ -16,15 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import gradients, memory, support, tuning
-from pallas_kernels.mosaic_gpu.gradients import (
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients, tuning
+from pallas_kernels.mosaic_gpu.hopper.gradients import (
     F32,
     Inputs,
     KeyProgram,
     declare_stages,
 )
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,11 +69,11 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, prefetch, support
-from pallas_kernels.mosaic_gpu.forward_loop import KeyLoop
-from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
-from pallas_kernels.mosaic_gpu.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
-from pallas_kernels.mosaic_gpu.tuning import REGISTERS, ROWS
 from pallas_kernels.program import Where, query_rows
 
 

@@ -29,9 +29,9 @@ from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
-from pallas_kernels.mosaic_gpu.forward_plan import Plan
-from pallas_kernels.mosaic_gpu.forward_program import Program
-from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.program import Where
 from pallas_kernels.program import pairs as pairs_of_block
 

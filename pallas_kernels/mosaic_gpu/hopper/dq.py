@@ -32,11 +32,12 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Plan, Saved
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Plan, Saved
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
 

@@ -19,11 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows, load_tree
-from pallas_kernels.mosaic_gpu import clear_keys, gradients, prefetch, support
-from pallas_kernels.mosaic_gpu.backward_plan import Program
-from pallas_kernels.mosaic_gpu.gradients import F32
+from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, query_head
 
 

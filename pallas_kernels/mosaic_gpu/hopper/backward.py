@@ -60,10 +60,10 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import gradients
-from pallas_kernels.mosaic_gpu.backward_consumer import compute
-from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Refs
-from pallas_kernels.mosaic_gpu.gradients import Inputs, Saved
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.backward_consumer import compute
+from pallas_kernels.mosaic_gpu.hopper.backward_plan import Plan, Program, Refs
+from pallas_kernels.mosaic_gpu.hopper.gradients import Inputs, Saved
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
 

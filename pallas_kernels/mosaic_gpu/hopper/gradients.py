@@ -33,12 +33,13 @@ from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
+from pallas_kernels.mosaic_gpu.hopper import tuning
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_program, with_end
 from pallas_kernels.program import pairs as pairs_of_block
 

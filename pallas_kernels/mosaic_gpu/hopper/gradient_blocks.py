@@ -17,18 +17,16 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import (
+from pallas_kernels.mosaic_gpu import memory, shared_memory, support
+from pallas_kernels.mosaic_gpu.hopper import (
     backward_plan,
     dbias,
     dkv,
     dq,
     gradients,
-    memory,
-    shared_memory,
-    support,
     tuning,
 )
-from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 
 # Rows of blocks of queries and of keys that each kernel can have.
 #

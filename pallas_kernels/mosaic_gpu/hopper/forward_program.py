@@ -17,7 +17,7 @@ from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     DynamicTiles,
     StaticTiles,
