@@ -101,7 +101,7 @@ MUTANTS = [
             "sums of dq to which nothing was added",
             "met.to(axes) > number",
             "met.to(axes) > 0",
-            "tests/test_mosaic_interpreted.py -m '' -k 'several_sums and lengths'",
+            "tests/test_mosaic_interpreted.py -m '' -k 'accumulators and lengths'",
         ),
     ),
     *of(

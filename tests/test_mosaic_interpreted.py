@@ -117,10 +117,10 @@ def test_parts_of_a_bias(name, monkeypatch, record_property):
 
 @deep
 @pytest.mark.parametrize("name", ["causal", "lengths_causal"])
-def test_several_sums_of_dq(name, monkeypatch, record_property):
+def test_several_dq_accumulators(name, monkeypatch, record_property):
     """Some blocks of queries meet one block of keys: a sum of theirs is not written."""
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: 2)
+    monkeypatch.setattr(tuning, "dq_accumulators", lambda *_: 2)
     case = with_heads(dataclasses.replace(by_name(name), t=200, s=500), 64)
     assert "query" in check(case, record_property)
 

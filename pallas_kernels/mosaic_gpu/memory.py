@@ -123,7 +123,7 @@ class Filled(Named):
     fill: float = 0.0
 
 
-class Layout(layout.Layout):
+class TileGrid(layout.Layout):
     """A flat grid of tiles: a block of `t` or `s` of one head and batch entry each.
 
     Parts of a tile (`division`) lie side by side, each a tile of its own.
@@ -196,7 +196,7 @@ class Layout(layout.Layout):
         pairs = zip(self.names, self.grid, strict=True)
         return {name: size for name, size in pairs if name not in others}
 
-    def at_tile(self, number) -> Layout:
+    def at_tile(self, number) -> TileGrid:
         """This layout in a program that has come to tile `number`."""
         there = copy.copy(self)
         there.tile = number
@@ -344,7 +344,7 @@ def of_tiles(
 
 def call(
     kernel: Callable,
-    grid: Layout,
+    grid: TileGrid,
     inputs,
     outputs: tuple[Named, ...],
     *,

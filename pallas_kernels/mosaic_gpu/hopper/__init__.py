@@ -21,7 +21,7 @@ from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support
 from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
-from pallas_kernels.mosaic_gpu.hopper.dbias import layout_of as layout_of_dbias
+from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
 from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.hopper.forward import forward as forward_kernel
@@ -114,7 +114,7 @@ def _backward_plan(call: Call) -> Plan | Declined:
         return Declined(blocks)
     launches = _backward_launches(call, blocks)
     launch = launches.get("backward") or launches["dkv"]
-    layout = memory.Layout.of("dkv", call.operands, launch)
+    layout = memory.TileGrid.of("dkv", call.operands, launch)
     programs = layout.tiles / device.multiprocessors()
     why_not = tuning.no_backward(call, layout.rows, programs)
     if why_not is not None:
@@ -139,7 +139,7 @@ def _operand_plan(call: Call) -> Plan | Declined:
     launch = _launch(blocks, call.precision, splits)
     (operand,) = call.spec.score.operands.values()
     _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
-    tiles = layout_of_dbias(call.operands, launch, looped)
+    tiles = dbias_grid(call.operands, launch, looped)
     return _Plan(launch, words=tuple(filter(None, [words("dbias", tiles.parts)])))
 
 
@@ -183,7 +183,7 @@ def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
 def _backward_launches(call: Call, blocks: Mapping[str, Blocks]) -> dict[str, Launch]:
     """Of the kernels for the gradients of query, key and value."""
     splits = None if call.config is None else call.config.splits
-    divided = tuning.computes_ahead(tuning.head_tiles(call.size)) or "dkv" in blocks
+    divided = tuning.pipelines_scores(tuning.head_tiles(call.size)) or "dkv" in blocks
     # The work of `dq` is not divided. For heads above 128 `backward` has no room for
     # sums in float32.
     whole = {"dq", *(() if divided else ("backward",))}

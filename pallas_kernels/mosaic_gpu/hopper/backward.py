@@ -137,14 +137,14 @@ def _produce(program: Program) -> None:
     @plgpu.warp_map
     def _(warp):
         pl.when(warp == 0)(lambda: gradients.load(program))
-        for first in range(program.plan.adders):
+        for first in range(program.plan.adder_warps):
             pl.when(warp == 1 + first)(functools.partial(_add, program, first))
 
 
 def _add(program: Program, first: int) -> None:
     """Adds dq of every work tile, or of every other one where two warps add."""
 
-    @pl.loop(first, program.tiles.count, step=program.plan.adders)
+    @pl.loop(first, program.tiles.count, step=program.plan.adder_warps)
     def _(tile):
         _add_tile(program, tile)
 

@@ -37,7 +37,7 @@ from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import Where, element, tile_program
 
 
-def layout_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.Layout:
+def grid_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.TileGrid:
     """The layout of tiles of pairs, whose thread blocks loop over the axes `summed`.
 
     A part is as large as the result, and that is large where it has many tiles. So they
@@ -45,10 +45,10 @@ def layout_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.Layou
     """
     own = "t", "s"
     whole = dataclasses.replace(launch, splits=1)
-    found = memory.Layout.of("dbias", operands, whole, own=own, looped=summed)
+    found = memory.TileGrid.of("dbias", operands, whole, own=own, looped=summed)
     if found.tiles >= device.multiprocessors():
         return found
-    return memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
+    return memory.TileGrid.of("dbias", operands, launch, own=own, looped=summed)
 
 
 def dbias(
@@ -70,7 +70,7 @@ def dbias(
       summed: axes of batch and heads that it lacks.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = layout_of(inputs.with_outputs([output]), launch, summed)
+    layout = grid_of(inputs.with_outputs([output]), launch, summed)
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(

@@ -1,6 +1,6 @@
 """Gradients of keys and values for Hopper, by themselves (Dao 2023, algorithm 2).
 
-This kernel is for wide heads (`tuning.makes_dq_apart`), and `dq` then makes the
+This kernel is for wide heads (`tuning.separate_dq`), and `dq` then makes the
 gradient of queries. Grid: (key blocks, key/value heads, batch axes). A thread block
 owns 64 keys and visits work tiles: the query heads of its group, and the blocks of 64
 queries that meet its keys.
@@ -67,7 +67,7 @@ def dkv(
       outputs: shape structs of dk and dv.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = memory.Layout.of("dkv", inputs.with_outputs(outputs), launch)
+    layout = memory.TileGrid.of("dkv", inputs.with_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
     in_float32 = results[0].dtype != k.dtype
     plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)

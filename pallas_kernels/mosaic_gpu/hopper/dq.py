@@ -1,7 +1,7 @@
 """The gradient of queries for Hopper, by itself (Dao 2023, algorithm 2).
 
 This kernel is for wide heads, whose gradients do not fit one kernel's registers
-(`tuning.makes_dq_apart`), and `dkv` then makes the gradients of keys and values. Grid:
+(`tuning.separate_dq`), and `dkv` then makes the gradients of keys and values. Grid:
 (query blocks, query heads, batch axes). A thread block owns a block of queries and
 visits the blocks of keys that it meets. No thread block waits for another.
 
@@ -59,7 +59,7 @@ def dq(
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
     operands, by_block = inputs.with_outputs([output]), spec.traits.cost_grows
-    layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
+    layout = memory.TileGrid.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(
         _kernel,

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
 A work tile is a block of query rows of one head and batch entry. A thread block goes
-through several (`tile_scheduler`; `memory.Layout` for their order).
+through several (`tile_scheduler`; `memory.TileGrid` for their order).
 
 It has warpgroups that compute, of 64 query rows each, and one that only loads:
 

@@ -248,7 +248,7 @@ class Plan:
     """
 
     launch: Launch
-    layout: memory.Layout
+    layout: memory.TileGrid
     schedule: Schedule
     storage: Storage
     all_running: int
@@ -268,7 +268,7 @@ class Plan:
     ) -> Plan:
         """The plan of a call, whose arguments are those of `forward`."""
         arrays = [*operands, *jax.tree.leaves(spec), *outputs]
-        layout = memory.Layout.of(
+        layout = memory.TileGrid.of(
             "forward", arrays, launch, by_block=spec.traits.cost_grows
         )
         # In ring attention a collective occupies some multiprocessors. Thread blocks
@@ -334,7 +334,7 @@ class Plan:
 
 
 def _storage(
-    spec: AttentionSpec, layout: memory.Layout, dtypes: tuple, blocks: Blocks
+    spec: AttentionSpec, layout: memory.TileGrid, dtypes: tuple, blocks: Blocks
 ) -> Storage:
     """What shared memory holds, with barriers and words of any schedule.
 

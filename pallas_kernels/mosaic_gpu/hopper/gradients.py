@@ -82,7 +82,7 @@ class Inputs(NamedTuple):
         arrays = self.q, self.k, self.v
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
 
-    def with_visits(self, layout: memory.Layout) -> Inputs:
+    def with_visits(self, layout: memory.TileGrid) -> Inputs:
         return self._replace(visits=visits_of(self.spec, layout))
 
 
@@ -98,7 +98,7 @@ class Plan:
     """
 
     launch: Launch
-    layout: memory.Layout
+    layout: memory.TileGrid
     consumers: int
     dtype: Any
 
