@@ -304,7 +304,7 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
       dk, dv: what `_walk` gave.
     """
     program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
-    _, dk_out, dv_out = program.outputs
+    dk_out, dv_out = program.outputs[1:]
     in_float32 = consumer.plan.in_float32
     if in_float32:
 

@@ -135,39 +135,27 @@ class Refs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(gradients.Program):
     """A thread block, which owns a tile of the gradient.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      dbias: the result, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded.
-      where: the place of the thread block.
       tile: the place of its tile.
       first, end: of its elements.
     """
 
     plan: Plan
-    inputs: Inputs
-    dbias: memory.View
     refs: Refs
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     tile: Where
     first: Any
     end: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, tile = tile_program(inputs.spec, plan.layout)
         first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
-        known = plan, inputs, result, refs, warpgroup
-        return cls(*known, spec, where, tile, first, end)
+        own = tile, first, end
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -193,8 +181,7 @@ class Program:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    (result,) = outputs
-    program = Program.of(plan, inputs, result, refs)
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _load, _compute)
 
 
@@ -268,8 +255,9 @@ def _compute(program: Program) -> None:
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
     _, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
-    total = (total * program.spec.dropout_scale).astype(program.dbias.dtype)
-    pairwise.store(program.dbias.at(consumer.where), total)
+    (output,) = program.outputs
+    total = (total * program.spec.dropout_scale).astype(output.dtype)
+    pairwise.store(output.at(consumer.where), total)
 
 
 def _add(consumer: Consumer, index, state):

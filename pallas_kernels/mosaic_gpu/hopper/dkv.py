@@ -47,7 +47,7 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import query_head
 
-_CONSUMERS = 2
+CONSUMERS = 2
 
 
 def dkv(
@@ -70,7 +70,7 @@ def dkv(
     layout = memory.TileGrid.of("dkv", inputs.with_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
     in_float32 = results[0].dtype != k.dtype
-    plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)
+    plan = Plan(launch, layout, CONSUMERS, q.dtype, in_float32)
     found = plan.call(
         _kernel,
         inputs.with_visits(layout),
@@ -98,7 +98,7 @@ class Plan(gradients.Plan):
     @property
     def halves(self) -> dict[str, int]:
         """Columns of dk (`h`) and of dv (`d`) that a consumer makes."""
-        return {head: self.width[head] // _CONSUMERS for head in "hd"}
+        return {head: self.width[head] // CONSUMERS for head in "hd"}
 
 
 @jax.tree_util.register_dataclass
@@ -156,10 +156,10 @@ class Refs:
             return Tile(support.in_one_place(found.forms, result.forms))
 
         def pairs(head: str) -> Tile:  # both operands of a product have one swizzle
-            return Tile(support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head]))
+            return Tile(support.tile((CONSUMERS, keys, rows), plan.dtype, part[head]))
 
         q, do = queries("h"), queries("d")
-        barriers = functools.partial(plgpu.Barrier, num_barriers=_CONSUMERS)
+        barriers = functools.partial(plgpu.Barrier, num_barriers=CONSUMERS)
         return cls(
             **declare_stages(plan, q, do),
             do_or_dv=do,
@@ -167,7 +167,7 @@ class Refs:
             k=rows_of("h", 1, keys),
             p=pairs("d"),
             pairs_full=barriers(num_arrivals=1),
-            pairs_empty=barriers(num_arrivals=_CONSUMERS),
+            pairs_empty=barriers(num_arrivals=CONSUMERS),
             q_or_dk=q,
             v=rows_of("d", 1, keys),
         )
@@ -281,7 +281,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
     plgpu.barrier_arrive(refs.pairs_empty.at[slot])
     queries.release(tile)
     outputs.release(tile)
-    coming = tile + _CONSUMERS
+    coming = tile + CONSUMERS
 
     @pl.when((slot == program.warpgroup) & (coming < consumer.count))
     def _():
@@ -290,7 +290,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
 
 def _maker(tile):
     """Which consumer makes p and dz of a work tile, and so in which slot they are."""
-    return lax.rem(tile, jnp.int32(_CONSUMERS))
+    return lax.rem(tile, jnp.int32(CONSUMERS))
 
 
 def _make_pairs(consumer: Consumer, tile) -> None:
@@ -327,7 +327,7 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
 
     # The compiler moves nothing across this branch, so that exponents are computed
     # while the product for dp runs.
-    @pl.when(tile >= _CONSUMERS)
+    @pl.when(tile >= CONSUMERS)
     def _():
         plgpu.barrier_wait(refs.pairs_empty.at[slot])
 

@@ -103,40 +103,28 @@ class Refs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(gradients.Program):
     """A thread block, which owns a block of queries.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      dq: the result, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded.
-      where: the place of the thread block.
       start: its first query.
       needed: the blocks of keys that it visits.
       count: how many they are.
     """
 
     plan: Plan
-    inputs: Inputs
-    dq: memory.View
     refs: Refs
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     start: Any
     needed: Range
     count: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, start = query_start(inputs.spec, plan.layout)
         needed = key_blocks(spec, where, plan.layout, start)
-        known = plan, inputs, result, refs, warpgroup
-        return cls(*known, spec, where, start, needed, jnp.int32(needed.count))
+        own = start, needed, jnp.int32(needed.count)
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
 
     def keys_at(self, i) -> Rows:
         """The rows of the i-th block of keys that is visited."""
@@ -185,8 +173,7 @@ class Consumer(gradients.Consumer):
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    (result,) = outputs
-    program = Program.of(plan, inputs, result, refs)
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _load, _compute)
 
 
@@ -283,12 +270,12 @@ def _store(consumer: Consumer, total: jax.Array) -> None:
     Args:
       total: dq over `AttentionSpec.gradient_unit`.
     """
-    program = consumer.program
+    program, (output,) = consumer.program, consumer.program.outputs
     tile = program.refs.q.ref.at[program.warpgroup]
     # A row without keys may have met values that are not finite.
     has_keys = support.ARITHMETIC.along(consumer.lse, -2, total.shape) != jnp.inf
     total = jnp.where(has_keys, total * consumer.spec.gradient_unit, 0.0)
-    tile[...] = total.astype(program.dq.dtype)
+    tile[...] = total.astype(output.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, program.dq.at(consumer.where))
+    plgpu.copy_smem_to_gmem(tile, output.at(consumer.where))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -49,7 +49,7 @@ FIELDS = {"backward": "dkv", "dkv": "dkv", "dq": "dq", "dbias": "dbias"}
 def consumers(kernel: str, blocks: Blocks) -> int:
     """How many warpgroups of a kernel compute."""
     if kernel == "dkv":
-        return dkv._CONSUMERS
+        return dkv.CONSUMERS
     return (blocks.block_kv if kernel == "backward" else blocks.block_q) // ROWS
 
 

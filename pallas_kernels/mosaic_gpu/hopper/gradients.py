@@ -214,13 +214,13 @@ class Plan:
         barriers.barrier(self.consumers).sync()
 
 
-def run_roles(program, produce: Callable, consume: Callable) -> None:
+def run_roles(program: Program, produce: Callable, consume: Callable) -> None:
     """Runs the role of this warpgroup: the last one produces, all others consume.
 
     The producer gives up registers, and the consumers take them.
 
     Args:
-      program: a thread block, with its `plan` and the number of this `warpgroup`.
+      program: a thread block.
       produce, consume: the roles, functions of the thread block.
     """
     consumers, warpgroup = program.plan.consumers, program.warpgroup
@@ -235,6 +235,29 @@ def run_roles(program, produce: Callable, consume: Callable) -> None:
     def _():
         plgpu.set_max_registers(more, action="increase")
         consume(program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A thread block.
+
+    Attributes:
+      plan: of the kernel.
+      inputs: the operands, as they are in global memory.
+      outputs: the results, likewise.
+      refs: its shared memory.
+      warpgroup: the number of the warpgroup that runs this.
+      spec: with scalars loaded.
+      where: the place of the thread block.
+    """
+
+    plan: Any
+    inputs: Inputs
+    outputs: Sequence[memory.View]
+    refs: Any
+    warpgroup: Any
+    spec: AttentionSpec
+    where: Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,29 +337,15 @@ def declare_stages(plan: Plan, q: Tile, do: Tile) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyProgram:
-    """A thread block that owns a block of keys.
+class KeyProgram(Program):
+    """A thread block that owns a block of keys. Its spec is without its `keys`.
 
     It visits work tiles: a block of queries of one query head of its group each.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      outputs: the results, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded, and without `AttentionSpec.keys`.
-      where: the place of the thread block.
       tiles: its work tiles.
     """
 
-    plan: Any
-    inputs: Inputs
-    outputs: Sequence[Any]
-    refs: Any
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     tiles: Tiles
 
     @classmethod
