@@ -17,20 +17,20 @@ import numpy as np
 
 from benchmarks.context_calls import AXIS, Case
 from jax_flash2 import _api, _context, _ring, _vjp
-from jax_flash2._rows import Layout
+from jax_flash2._rows import RowSharding
 from pallas_kernels.core.axes import Named
 
 
 class _Ids:
-    """Of all devices, [parts, 1, T], equal to itself alone: a layout is hashable."""
+    """Of all devices, [parts, 1, T], equal to itself alone: a sharding is hashable."""
 
     def __init__(self, of_devices: np.ndarray):
         self.of_devices = of_devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Alone(Layout):
-    """A layout whose device talks to nobody.
+class Alone(RowSharding):
+    """A sharding whose device talks to nobody.
 
     Attributes:
       mine: which part it has.
@@ -57,12 +57,12 @@ class Alone(Layout):
         return jnp.concatenate([own] * self.parts, joined)
 
 
-def _attention(method: str, layout: Layout, q, k, v, **options) -> jax.Array:
-    """As `jax_flash2.attention` with a context, of that method and layout."""
+def _attention(method: str, sharding: RowSharding, q, k, v, **options) -> jax.Array:
+    """As `jax_flash2.attention` with a context, of that method and sharding."""
     call = _api.given(q, k, v, **options).checked()
     if method == "ring":
-        return _ring.attend(call, None, layout)[0]
-    local = _context._METHODS[method].local(call, layout)
+        return _ring.attend(call, None, sharding)[0]
+    local = _context._METHODS[method].local(call, sharding)
     o, _ = _vjp.run(_context._whole(local.call), None)
     return local.finish(Named(o, _context.result_axes(local.call)[0])).value
 
@@ -78,13 +78,13 @@ def passes(case: Case, method: str | None) -> dict[str, Callable]:
         by_device = ids[:, case.order()].reshape(case.parts, 1, case.rows)
         arrays = {"query_segment_ids": by_device[mine]}
         ids = _Ids(by_device)
-    layout = Alone((AXIS,), case.parts, case.stripe_size, mine, ids)
+    sharding = Alone((AXIS,), case.parts, case.stripe_size, mine, ids)
 
     def attention(q, k, v):
         options = {**case.options(), **arrays}
         if method is None:
             return _api.attention(q, k, v, **options)
-        return _attention(method, layout, q, k, v, **options)
+        return _attention(method, sharding, q, k, v, **options)
 
     def forward(q, k, v, do):
         del do

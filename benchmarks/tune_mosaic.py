@@ -18,16 +18,10 @@ import jax_flash2
 from benchmarks import harness
 from benchmarks.shapes import Shape
 from benchmarks.tune_problems import HIDDEN, TOKENS, Problem
-from pallas_kernels import mosaic_gpu
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.mosaic_gpu import (
-    forward_plan,
-    gradient_blocks,
-    measured,
-    memory,
-    tuning,
-)
+from pallas_kernels.mosaic_gpu import hopper, measured, memory
+from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
 
 BACKEND = measured.BACKEND
 KERNELS = tuple(measured.REGIMES)
@@ -209,14 +203,14 @@ FORWARD_ONLY = ("documents", "copied")
 def call_of(problem: Problem) -> Call:
     """The call that a backend is asked about, of shapes."""
     asked: list[Call] = []
-    own = mosaic_gpu.plan
+    own = hopper.plan
 
     def plan(call, pass_):
         asked.append(call)
         return own(call, pass_)
 
     q, k, v, _ = jax.eval_shape(problem.rows, *problem.shape.structs())
-    with mock.patch.object(mosaic_gpu, "plan", plan):
+    with mock.patch.object(hopper, "plan", plan):
         jax_flash2.explain(
             q, k, v, is_causal=problem.shape.causal, **problem.static, **problem.arrays
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_flash2 import _options
 from jax_flash2._arrays import as_array, check_array, unwrapped
-from jax_flash2._rows import Context, layout_of
+from jax_flash2._rows import Context, sharding_of
 from jax_flash2._shape import Shape
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -76,7 +76,7 @@ class Arguments:
         """
         query, key, value = _check_operands(self.query, self.key, self.value)
         precision = self._check_options()
-        parts = 1 if self.context is None else layout_of(self.context).parts
+        parts = 1 if self.context is None else sharding_of(self.context).parts
         shape = Shape(query, key, parts)
         masks = self._masks(shape)
         score = self._score(shape)

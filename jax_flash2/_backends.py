@@ -63,7 +63,7 @@ class Made(NamedTuple):
 # not known to be slower than the next. What that one does not make of the gradients,
 # the next one of its platform makes.
 BACKENDS = {
-    "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu", "cuda"),
+    "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }

@@ -20,7 +20,7 @@ from jax import lax
 
 from jax_flash2 import _backends, _ring, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs
-from jax_flash2._rows import Context, Layout, copied, layout_of
+from jax_flash2._rows import Context, RowSharding, copied, sharding_of
 from pallas_kernels import device, tables
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
@@ -57,14 +57,14 @@ def attend(
       context: as for `attention`.
 
     Raises:
-      ValueError: if the layout does not fit the call, or no method serves it.
+      ValueError: if the sharding does not fit the call, or no method serves it.
     """
     step = _next_step(call, implementation, context)
     if step.method == "ring":
-        return _ring.attend(call, implementation, step.layout)
+        return _ring.attend(call, implementation, step.sharding)
     if step.method is None:
         return _vjp.run(_whole(call), implementation)
-    local = _METHODS[step.method].local(call, step.layout)
+    local = _METHODS[step.method].local(call, step.sharding)
     if step.rest is None:
         found = _vjp.run(_whole(local.call), implementation)
     else:
@@ -80,14 +80,14 @@ def explain(call: Call, implementation: str | None, context: Context) -> str:
     while True:
         step = _next_step(call, implementation, context)
         name = step.method or "none"
-        lines.append(f"context: {name}, since {step.why} ({step.layout.words})")
+        lines.append(f"context: {name}, since {step.why} ({step.sharding.words})")
         sees_more = call.spec.traits.cost_grows and not call.spec.traits.is_windowed
-        if step.method in ("ring", "gather") and not step.layout.stripe and sees_more:
+        if step.method in ("ring", "gather") and not step.sharding.stripe and sees_more:
             lines.append("    later devices have more to do: stripes would balance it")
         if step.method == "ring":
-            call = _ring.round_of(call, step.layout)
+            call = _ring.round_of(call, step.sharding)
         elif step.method is not None:
-            call = _METHODS[step.method].local(call, step.layout).call
+            call = _METHODS[step.method].local(call, step.sharding).call
         if step.rest is None:
             break
         context = step.rest
@@ -132,73 +132,72 @@ class Step(NamedTuple):
 
     Attributes:
       method: its name; None on one device.
-      layout: of those rows.
+      sharding: of those rows.
       why: it is this method.
       rest: how the rows that it leaves are divided, along other axes.
     """
 
     method: str | None
-    layout: Layout
+    sharding: RowSharding
     why: str
     rest: Context | None = None
 
 
 def _next_step(call: Call, implementation: str | None, context: Context) -> Step:
-    layout = layout_of(context)
-    _check(call, layout)
-    if layout.stripe == call.size["t"] == call.size["s"]:  # that is one run of rows
-        layout = dataclasses.replace(layout, stripe=None)
-    if layout.parts == 1:
-        return Step(None, layout, "there is one device")
+    sharding = sharding_of(context)
+    _check(call, sharding)
+    if sharding.stripe == call.size["t"] == call.size["s"]:  # that is one run of rows
+        sharding = dataclasses.replace(sharding, stripe=None)
+    if sharding.parts == 1:
+        return Step(None, sharding, "there is one device")
     if len(context.axes) > 1 and context.method is None:
         last = dataclasses.replace(context, axis=context.axes[-1:])
-        inner = layout_of(last)
+        inner = sharding_of(last)
         if inner.parts > 1 and _heads_why_not(call, inner) is None:
-            stripe = None if layout.stripe is None else layout.stripe * inner.parts
+            stripe = None if sharding.stripe is None else sharding.stripe * inner.parts
             rest = Context(context.axes[:-1], stripe)
             return Step("heads", inner, "the last of several axes divides them", rest)
-    return Step(*_choice(call, implementation, context, layout))
+    return Step(*_choice(call, implementation, context, sharding))
 
 
 def _choice(
-    call: Call, implementation: str | None, context: Context, layout: Layout
-) -> tuple[str, Layout, str]:
-    why_not = {name: x.why_not(call, layout) for name, x in _METHODS.items()}
+    call: Call, implementation: str | None, context: Context, sharding: RowSharding
+) -> tuple[str, RowSharding, str]:
+    why_not = {name: x.why_not(call, sharding) for name, x in _METHODS.items()}
     if implementation == _backends.REFERENCE:
         why_not["ring"] = f"implementation={implementation!r} wants all keys at once"
     serving = [name for name, why in why_not.items() if why is None]
     if context.method is not None:
         why = why_not[context.method]
         if why is None:
-            return context.method, layout, "it is asked for"
+            return context.method, sharding, "it is asked for"
         others = " or ".join(f"method={name!r}" for name in serving)
         raise ValueError(
             f"context: method={context.method!r} cannot serve this call: {why}; "
             f"{others or 'no other method'} can"
         )
-    if "halo" in serving and _is_short(call, layout):
-        return "halo", layout, "a window needs few rows of other devices"
+    if "halo" in serving and _is_short(call, sharding):
+        return "halo", sharding, "a window needs few rows of other devices"
     few = f"{call.size['s']} key rows a device are few"
-    gathers = (
-        few if call.size["s"] < _rows("few_rows") else _gathers_cheaply(call, layout)
-    )
+    is_short = call.size["s"] < _rows("few_rows")
+    gathers = few if is_short else _gathers_cheaply(call, sharding)
     if "ring" in serving and not gathers:
-        return "ring", layout, "queries may look at all rows"
+        return "ring", sharding, "queries may look at all rows"
     if "gather" in serving:
-        return "gather", layout, why_not["ring"] or gathers
+        return "gather", sharding, why_not["ring"] or gathers
     if serving:
-        return serving[0], layout, f"gather: {why_not['gather']}"
+        return serving[0], sharding, f"gather: {why_not['gather']}"
     reasons = "; ".join(f"{name}: {why}" for name, why in why_not.items())
     raise ValueError(f"context: no method serves this call: {reasons}")
 
 
-def _check(call: Call, layout: Layout) -> None:
+def _check(call: Call, sharding: RowSharding) -> None:
     """Raises a ValueError if the rows of a device are not whole stripes."""
     for name, argument in (("t", "query"), ("s", "key")):
         rows = call.size[name]
-        if layout.stripe is not None and rows % layout.stripe:
+        if sharding.stripe is not None and rows % sharding.stripe:
             raise ValueError(
-                f"context: stripe={layout.stripe} must divide the rows of {argument} "
+                f"context: stripe={sharding.stripe} must divide the rows of {argument} "
                 f"on each device, got {rows} rows: pass a stripe that does, or None "
                 "for rows that follow one another"
             )
@@ -226,13 +225,13 @@ def _of_pairs(call: Call) -> str | None:
     return None
 
 
-def _unaligned(call: Call, layout: Layout, names: str = "ts") -> str | None:
+def _unaligned(call: Call, sharding: RowSharding, names: str = "ts") -> str | None:
     """Why dropout keeps a method, for which these rows stay divided, from serving."""
     if call.spec.dropout is None:
         return None
     unit = GROUP if "s" in names else BLOCK
-    runs = [layout.stripe or call.size[name] for name in names]
-    whose = "stripe" if layout.stripe else "device"
+    runs = [sharding.stripe or call.size[name] for name in names]
+    whose = "stripe" if sharding.stripe else "device"
     why = f"dropout needs multiples of {unit} rows of a {whose}, got {max(runs)}"
     return why if any(n % unit for n in runs) else None
 
@@ -240,24 +239,24 @@ def _unaligned(call: Call, layout: Layout, names: str = "ts") -> str | None:
 # All keys on each device.
 
 
-def _gather(call: Call, layout: Layout) -> Local:
+def _gather(call: Call, sharding: RowSharding) -> Local:
     def all_keys(x: Named) -> Named:
-        return layout.gathered(x, "s") if "s" in x.axes else x
+        return sharding.gathered(x, "s") if "s" in x.axes else x
 
     key, value = map(all_keys, (call.key, call.value))
-    size = {"t": call.size["t"], "s": layout.parts * call.size["s"]}
-    own = layout.numbering(layout.rank(), size["t"])
+    size = {"t": call.size["t"], "s": sharding.parts * call.size["s"]}
+    own = sharding.numbering(sharding.rank(), size["t"])
     spec = jax.tree.map(all_keys, call.spec).of_rows(own, ALL_ROWS, size)
     return Local(dataclasses.replace(call, key=key, value=value, spec=spec))
 
 
-def _gathers_cheaply(call: Call, layout: Layout) -> str:
+def _gathers_cheaply(call: Call, sharding: RowSharding) -> str:
     """Why one call with all keys is better than a ring's rounds; or nothing.
 
     It makes no outputs and gradients in float32 to be added, but nothing hides the way
     of the keys.
     """
-    keys = layout.parts * (call.key.value.size + call.value.value.size)
+    keys = sharding.parts * (call.key.value.size + call.value.value.size)
     output, _ = forward_outputs(Problem.of(call, ""), call.operands)
     own = call.query.value.size + math.prod(output.shape)
     if call.size["s"] >= _rows("many_rows") or keys > own or not device.are_linked():
@@ -271,14 +270,14 @@ def _gathers_cheaply(call: Call, layout: Layout) -> str:
 # All rows of some heads on each device.
 
 
-def _heads_why_not(call: Call, layout: Layout) -> str | None:
+def _heads_why_not(call: Call, sharding: RowSharding) -> str | None:
     heads = call.size.get("k", 1)
-    if "n" in call.size and heads % layout.parts == 0:
+    if "n" in call.size and heads % sharding.parts == 0:
         return None
-    return f"{layout.parts} devices do not divide {heads} key/value heads"
+    return f"{sharding.parts} devices do not divide {heads} key/value heads"
 
 
-def _heads(call: Call, layout: Layout) -> Local:
+def _heads(call: Call, sharding: RowSharding) -> Local:
     def index(x: Named, names: tuple[str, ...]) -> int | None:
         return next((i for i, a in enumerate(x.axes) if a in names), None)
 
@@ -286,21 +285,21 @@ def _heads(call: Call, layout: Layout) -> Local:
         x = x.squeezed()
         head, row = index(x, ("n", "k")), index(x, ("t", "s"))
         if row is None and head is not None:
-            count = x.shape[head] // layout.parts
-            start = layout.rank() * jnp.int32(count)
+            count = x.shape[head] // sharding.parts
+            start = sharding.rank() * jnp.int32(count)
             value = lax.dynamic_slice_in_dim(x.value, start, count, head)
             return Named(value, x.axes)
         if row is None:
             return x
         if head is None:
-            return layout.gathered(x, str(x.axes[row]))
-        value = layout.exchanged(x.value, head, row)
-        return Named(layout.in_order(value, row), x.axes)
+            return sharding.gathered(x, str(x.axes[row]))
+        value = sharding.exchanged(x.value, head, row)
+        return Named(sharding.in_order(value, row), x.axes)
 
     def finish(x: Named) -> Named:
         head, row = x.axes.index("n"), x.axes.index("t")
-        value = layout.by_device(x.value, row)
-        return Named(layout.exchanged(value, row, head), x.axes)
+        value = sharding.by_device(x.value, row)
+        return Named(sharding.exchanged(value, row, head), x.axes)
 
     query, key, value = map(exchanged, (call.query, call.key, call.value))
     spec = jax.tree.map(exchanged, call.spec)
@@ -311,7 +310,7 @@ def _heads(call: Call, layout: Layout) -> Local:
 # The keys that a window needs.
 
 
-def _halo_why_not(call: Call, layout: Layout) -> str | None:
+def _halo_why_not(call: Call, sharding: RowSharding) -> str | None:
     before, after = call.spec.traits.reach
     rows = call.size["t"]
     if before is None or after is None:
@@ -320,31 +319,32 @@ def _halo_why_not(call: Call, layout: Layout) -> str | None:
         return "query_offset moves queries away from the keys of their device"
     if rows != call.size["s"]:
         return "a device has other numbers of query rows and of key rows"
-    if layout.stripe is not None and (after > 0 or before > layout.stripe):
+    if sharding.stripe is not None and (after > 0 or before > sharding.stripe):
         return (
-            f"with stripes of {layout.stripe} rows the window must be causal and not "
+            f"with stripes of {sharding.stripe} rows the window must be causal and not "
             f"longer, got ({before}, {after})"
         )
-    return _of_pairs(call) or _unaligned(call, layout)
+    return _of_pairs(call) or _unaligned(call, sharding)
 
 
-def _is_short(call: Call, layout: Layout) -> bool:
+def _is_short(call: Call, sharding: RowSharding) -> bool:
     """Whether a window asks for fewer rows than other devices have (without stripes).
 
     With fewer, the keys of a device and those around them are not all keys, and more.
     """
     width = sum(n or 0 for n in call.spec.traits.reach)
-    return layout.stripe is not None or width < (layout.parts - 1) * call.size["t"]
+    return sharding.stripe is not None or width < (sharding.parts - 1) * call.size["t"]
 
 
-def _halo(call: Call, layout: Layout) -> Local:
+def _halo(call: Call, sharding: RowSharding) -> Local:
     before, after = (-(-(n or 0) // GROUP) * GROUP for n in call.spec.traits.reach)
     rows = call.size["t"]
-    if layout.stripe is not None:
-        return _striped_halo(call, layout, layout.stripe, min(before, layout.stripe))
-    most = (layout.parts - 1) * rows
+    if sharding.stripe is not None:
+        before = min(before, sharding.stripe)
+        return _striped_halo(call, sharding, sharding.stripe, before)
+    most = (sharding.parts - 1) * rows
     before, after = min(before, most), min(after, most)
-    first = layout.rank() * jnp.int32(rows)
+    first = sharding.rank() * jnp.int32(rows)
     first_key = jnp.maximum(first - before, 0)
     earlier, later = (-(-n // max(rows, 1)) for n in (before, after))
     # What comes: from how many devices before this one, and which of their rows.
@@ -361,7 +361,7 @@ def _halo(call: Call, layout: Layout) -> Local:
 
         def from_device(copy: jax.Array, hops: int, start: int, end: int) -> jax.Array:
             part = lax.slice_in_dim(copy, start, end, axis=axis)
-            return layout.shifted(part, hops, around=False) if hops else part
+            return sharding.shifted(part, hops, around=False) if hops else part
 
         copies = zip(copied(x.value, len(places)), places, strict=True)
         parts = [from_device(copy, *place) for copy, place in copies]
@@ -375,7 +375,7 @@ def _halo(call: Call, layout: Layout) -> Local:
 
     spec = jax.tree.map(widened, call.spec)
     if after:  # the last devices lack rows after theirs
-        end = Lengths(key_value=Named(np.int32(layout.parts * rows), ()))
+        end = Lengths(key_value=Named(np.int32(sharding.parts * rows), ()))
         spec = dataclasses.replace(spec, masks=(*spec.masks, end))
     own, keys = (Numbering(Named(x, ())) for x in (first, first_key))
     spec = spec.of_rows(own, keys, {"t": rows, "s": before + rows + after})
@@ -386,12 +386,12 @@ def _halo(call: Call, layout: Layout) -> Local:
 _STRIPES = "stripes"
 
 
-def _striped_halo(call: Call, layout: Layout, stripe: int, before: int) -> Local:
+def _striped_halo(call: Call, sharding: RowSharding, stripe: int, before: int) -> Local:
     """Each stripe as a batch entry, with the end of the stripe before it."""
-    rank = layout.rank()
+    rank = sharding.rank()
     stripes = call.size["t"] // stripe
     number = jnp.arange(stripes, dtype=jnp.int32)
-    first = (rank + number * jnp.int32(layout.parts)) * jnp.int32(stripe)
+    first = (rank + number * jnp.int32(sharding.parts)) * jnp.int32(stripe)
     first_key = jnp.maximum(first - before, 0)
 
     def apart(x: Named, rows: str) -> Named:
@@ -405,7 +405,7 @@ def _striped_halo(call: Call, layout: Layout, stripe: int, before: int) -> Local
         x = apart(x, "s")
         axis = x.axes.index("s")
         ends = lax.slice_in_dim(x.value, stripe - before, stripe, axis=axis)
-        ends = layout.shifted(ends)
+        ends = sharding.shifted(ends)
         # What comes before the first device's stripes is of the last's, one earlier.
         earlier = jnp.roll(ends, 1, axis - 1)
         ends = jnp.where(rank == 0, earlier, ends)
@@ -432,11 +432,11 @@ class _Method(NamedTuple):
     """A way to bring queries and keys together.
 
     Attributes:
-      why_not: of a call and a layout: why it cannot serve them, or None.
+      why_not: of a call and a sharding: why it cannot serve them, or None.
       local: of the same; None for the ring, which makes a call for each device.
     """
 
-    why_not: Callable[[Call, Layout], str | None]
+    why_not: Callable[[Call, RowSharding], str | None]
     local: Any = None
 
 

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash2 import _backends, _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs, is_differentiable
-from jax_flash2._rows import Layout
+from jax_flash2._rows import RowSharding
 from pallas_kernels import passes
 from pallas_kernels.backend import Call
 from pallas_kernels.core import flash2
@@ -43,7 +43,7 @@ _DEVICES = "p"  # the axis of what all devices have, in operands that are gather
 
 
 def attend(
-    call: Call, implementation: str | None, layout: Layout
+    call: Call, implementation: str | None, sharding: RowSharding
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse (rows last) of this device's queries, differentiable once.
 
@@ -51,8 +51,8 @@ def attend(
       ValueError: if XLA would end the process, which it does for rings of plain JAX in
         a `shard_map` where GSPMD divides the program.
     """
-    backend = _backends.choose(implementation, round_of(call, layout))
-    manual = set(layout.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    backend = _backends.choose(implementation, round_of(call, sharding))
+    manual = set(sharding.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
     is_plain = backend not in _backends.BACKENDS or (
         _backends.BACKENDS[backend].has_tangents
     )
@@ -66,26 +66,27 @@ def attend(
     def of_all(x: Named) -> Named:
         if "s" not in x.axes:
             return x
-        return Named(layout.of_all(x.value), (_DEVICES, *x.axes))
+        return Named(sharding.of_all(x.value), (_DEVICES, *x.axes))
 
     # What goes with keys is little beside them, and so it does not travel.
     call = dataclasses.replace(call, spec=jax.tree.map(of_all, call.spec))
     problem = Problem.of(call, backend, is_named=implementation is not None)
-    ring = _Ring(problem, layout)
+    ring = _Ring(problem, sharding)
     values = tuple(x.value for x in call.operands)
-    *arrays, rank = _sharding.varying_alike((*values, layout.rank()))
+    *arrays, rank = _sharding.varying_alike((*values, sharding.rank()))
     return _run(ring, tuple(arrays), rank)
 
 
-def round_of(call: Call, layout: Layout) -> Call:
+def round_of(call: Call, sharding: RowSharding) -> Call:
     """The call that each round makes, for the choice of a backend."""
-    return _round(call, layout, layout.rank(), layout.rank())
+    return _round(call, sharding, sharding.rank(), sharding.rank())
 
 
-def _round(call: Call, layout: Layout, rank, source) -> Call:
+def _round(call: Call, sharding: RowSharding, rank, source) -> Call:
     """This device's queries and the keys of device `source`; `call.spec` is theirs."""
     size = {"t": call.size["t"], "s": call.size["s"]}
-    rows, keys = layout.numbering(rank, size["t"]), layout.numbering(source, size["s"])
+    rows = sharding.numbering(rank, size["t"])
+    keys = sharding.numbering(source, size["s"])
     spec = dataclasses.replace(call.spec, sink=None, is_part=True)
     return dataclasses.replace(call, spec=spec.of_rows(rows, keys, size))
 
@@ -97,11 +98,11 @@ class _Ring:
     Attributes:
       problem: with this device's rows of queries and of keys; what else goes with keys
         has an axis for the devices in front.
-      layout: of the rows on devices.
+      sharding: of the rows on devices.
     """
 
     problem: Problem
-    layout: Layout
+    sharding: RowSharding
 
     def result_axes(self, arrays) -> list[Axes]:
         """Of o and lse."""
@@ -129,7 +130,7 @@ class _Rounds:
 
     def source(self, steps) -> jax.Array:
         """The device so many steps, from -P on, after this one."""
-        parts = jnp.int32(self.ring.layout.parts)
+        parts = jnp.int32(self.ring.sharding.parts)
         return lax.rem(self.rank + steps + parts, parts)
 
     def call(self, source, k: Named, v: Named) -> tuple[Problem, tuple]:
@@ -144,7 +145,7 @@ class _Rounds:
         static = self.ring.problem
         spec = jax.tree.map(of_source, self.whole.spec)
         call = dataclasses.replace(self.whole, key=k, value=v, spec=spec)
-        call = _round(call, self.ring.layout, self.rank, source)
+        call = _round(call, self.ring.sharding, self.rank, source)
         problem = Problem.of(call, static.backend, is_named=static.is_named)
         return problem, tuple(x.value for x in call.operands)
 
@@ -169,7 +170,7 @@ class _Rounds:
         halves = lax.bitcast_convert_type(grads, unit)
         halves = halves.reshape(*grads.shape[:-1], words * grads.shape[-1])
         both = [lax.bitcast_convert_type(pair, unit), halves]
-        there = self.ring.layout.shifted(jnp.concatenate(both, axis=-1))
+        there = self.ring.sharding.shifted(jnp.concatenate(both, axis=-1))
         pair_there, halves = jnp.split(there, [pair.shape[-1]], axis=-1)
         if words > 1:
             halves = halves.reshape(*grads.shape, words)
@@ -180,7 +181,7 @@ class _Rounds:
 
     def run(self, turn: Callable, carry):
         """`carry = turn(number, carry)` for all rounds but the first and the last."""
-        last = self.ring.layout.parts - 1
+        last = self.ring.sharding.parts - 1
         if last < _UNROLLED:
             for number in range(1, last):
                 carry = turn(jnp.int32(number), carry)
@@ -194,8 +195,8 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Named, Named]]:
     """Output and lse; keys and values of the last round."""
     rounds = ring.rounds(arrays, rank)
-    last = jnp.int32(ring.layout.parts - 1)
-    shift = functools.partial(ring.layout.shifted, by=-1)
+    last = jnp.int32(ring.sharding.parts - 1)
+    shift = functools.partial(ring.sharding.shifted, by=-1)
     merge = functools.partial(_merged, ring.result_axes(arrays))
 
     def part(number, k, v):
@@ -237,7 +238,7 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
     A `custom_vjp` so that nobody differentiates it: o and lse are taken as they are,
     though they depend on the operands.
     """
-    parts, shift = ring.layout.parts, ring.layout.shifted
+    parts, shift = ring.sharding.parts, ring.sharding.shifted
     # Else XLA makes one of the forward's permutations and those here, and all keys
     # would be kept in between. With the forward's results, since keys that set off
     # before its last round would leave those of that round alone on their way.

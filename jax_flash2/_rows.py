@@ -187,8 +187,8 @@ def stripe_positions(rows: int, parts: int, size: int = STRIPE) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the rows of a call lie on devices, seen from one of them.
+class RowSharding:
+    """How the rows of a call are sharded over devices, seen from one of them.
 
     Attributes:
       axes: of the mesh, that divide them.
@@ -268,21 +268,21 @@ class Layout:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _of_all(x: jax.Array, layout: Layout) -> jax.Array:
+def _of_all(x: jax.Array, sharding: RowSharding) -> jax.Array:
     """Each passes on what came: copy engines of GPUs can do that beside a kernel."""
     came = [x]
-    while len(came) < layout.parts:
-        came.append(layout.shifted(came[-1]))
-    return _by_sender(came, layout)
+    while len(came) < sharding.parts:
+        came.append(sharding.shifted(came[-1]))
+    return _by_sender(came, sharding)
 
 
 @_of_all.defjvp
-def _change_of_all(layout: Layout, xs, changes):
+def _change_of_all(sharding: RowSharding, xs, changes):
     """The transpose sends each device its part of a gradient, and adds in float32."""
     (x,), (change,) = xs, changes
-    copies = enumerate(copied(change, layout.parts))
-    came = [layout.shifted(copy, by) if by else copy for by, copy in copies]
-    return _of_all(x, layout), _by_sender(came, layout)
+    copies = enumerate(copied(change, sharding.parts))
+    came = [sharding.shifted(copy, by) if by else copy for by, copy in copies]
+    return _of_all(x, sharding), _by_sender(came, sharding)
 
 
 def copied(x: jax.Array, times: int) -> list[jax.Array]:
@@ -293,13 +293,13 @@ def copied(x: jax.Array, times: int) -> list[jax.Array]:
     return [wide.astype(x.dtype) for _ in range(times)]
 
 
-def _by_sender(came: list[jax.Array], layout: Layout) -> jax.Array:
+def _by_sender(came: list[jax.Array], sharding: RowSharding) -> jax.Array:
     """[parts, *shape], of what came from this device, the one before it, and so on."""
-    return jnp.roll(jnp.stack(came[::-1]), layout.rank() + 1, axis=0)
+    return jnp.roll(jnp.stack(came[::-1]), sharding.rank() + 1, axis=0)
 
 
-def layout_of(context: Context) -> Layout:
-    """Of a call here.
+def sharding_of(context: Context) -> RowSharding:
+    """How the rows of a call are sharded here.
 
     Raises:
       ValueError: if an axis is not a manual one here.
@@ -311,4 +311,4 @@ def layout_of(context: Context) -> Layout:
             f"context: axis {context.axis!r} must be a manual mesh axis here: call "
             "attention inside jax.shard_map (or jax.pmap) over it, or pass context=None"
         ) from error
-    return Layout(context.axes, math.prod(sizes), context.stripe)
+    return RowSharding(context.axes, math.prod(sizes), context.stripe)

@@ -196,7 +196,9 @@ _OWN = {
 
 
 class Layout(abc.ABC):
-    """How the programs of a kernel divide a call.
+    """How the programs of a kernel divide a call: their grid, and who has what.
+
+    Each compiler has its own (`triton.memory.BlockGrid`, `mosaic_gpu.memory.TileGrid`).
 
     Args:
       operands: every operand, `Named`.

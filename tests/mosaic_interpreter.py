@@ -26,12 +26,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import pallas_kernels.mosaic_gpu as backend
 from jax_flash2 import _api, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.mosaic_gpu import hopper as backend
 from pallas_kernels.mosaic_gpu import pairwise, support
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 

@@ -13,7 +13,7 @@ The names of a single attention problem are
 | `i`, `j` | blocks of query rows and of key rows, in block tables (`core.masks`) |
 | `y` | parts of the heads and batch entries that a program visits (`division`) |
 | `z` | parts of the blocks that it visits |
-| `w` | sums that a gradient is the sum of (`mosaic_gpu.backward`) |
+| `w` | sums that a gradient is the sum of (`mosaic_gpu.hopper.backward`) |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
 `None` names an axis of size 1 that is broadcast; a name that an operand lacks is

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -161,7 +162,7 @@ class Range(NamedTuple):
             return self._replace(full_lo=minimum(self.full_lo + missing, self.full_hi))
         return self._replace(full_hi=maximum(self.full_hi - missing, self.full_lo))
 
-    def all_edges(self, on=1) -> Range:
+    def all_edges(self, on: int | jax.Array = 1) -> Range:
         """The same, but no block is said to be full.
 
         Args:

@@ -52,9 +52,9 @@ def bits(
     own = [numbers(axis) for axis in range(2)]
     types = ([layout.reduce(1 - axis)] * len(x) for axis, x in enumerate(own))
 
-    @plgpu.inline_mgpu(
+    @support.inline_mgpu(
         arg_types=(*types, splat, splat),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint32), layout=layout),
     )
     def make(_, of_rows, of_columns, key, tweak):
         row = _elements(of_rows, 0, 0)
@@ -62,7 +62,7 @@ def bits(
             [_elements(of_columns, i, neighbour) for neighbour in range(2)]
             for i in range(shape[1] // 8)
         ]
-        seed = (_Word(x.registers.item()) for x in (key, tweak))
+        seed = _Word(key.registers.item()), _Word(tweak.registers.item())
         found = of_thread(row, columns, count, *seed, order, _wide_product, _turned)
         kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
         to = layout.to_mgpu()
@@ -165,17 +165,17 @@ def _wide_product(a: _Word, b: np.uint32) -> tuple[_Word, _Word]:
 
 def _turned(word: _Word, by: _Word | int) -> _Word:
     """In one instruction, whatever number of bits."""
-    by = _operand(by if isinstance(by, _Word) else np.uint32(by))
+    bits = _operand(by if isinstance(by, _Word) else np.uint32(by))
     text = "shf.l.wrap.b32 $0, $1, $1, $2;"
     kind = ir.IntegerType.get_signless(32)
-    return _Word(llvm.inline_asm(kind, [word.value, by], text, "=r,r,r"))
+    return _Word(llvm.inline_asm(kind, [word.value, bits], text, "=r,r,r"))
 
 
 def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
     """In two instructions; the compiler would choose after rounding to two bytes."""
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(
+    @support.inline_mgpu(
         arg_types=(layout, layout),
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
     )

@@ -27,7 +27,7 @@ REGIMES = {
 }
 
 # What a call may have, each with crossover points of its own. Those of a call are the
-# largest of its conditions' (`tuning.conditions`).
+# largest of its conditions' (`hopper.tuning.conditions`).
 CONDITIONS = {
     "plain": "none of the next four",
     "causal": "later queries attend more keys; neither a window nor a bias of pairs",
@@ -70,8 +70,8 @@ class Numbers:
         has too few registers to keep scores, as a soft cap wants.
       most_order_bytes: bytes at most of what orders the additions to dq where arrays
         decide which blocks meet.
-      adders: warps that add dq to global memory, by the width of tiles of heads up to
-        which it is so. Two have twice the time for each block of dq.
+      adder_warps: how many warps add dq to global memory, by the width of tiles of
+        heads up to which it is so. Two have twice the time for each block of dq.
       blocks_of_a_document: blocks of keys that a document is taken to have. How long
         it is, no choice can see.
       addition_part: the part of a work tile's time that one addition to dq and the news
@@ -98,7 +98,7 @@ class Numbers:
     filled_part: float
     widths_that_keep_no_scores: tuple[int, ...]
     most_order_bytes: int
-    adders: Mapping[int, int]
+    adder_warps: Mapping[int, int]
     blocks_of_a_document: int
     addition_part: float
     first_turns_part: float
@@ -113,9 +113,10 @@ class Numbers:
     @classmethod
     def read(cls, table: Mapping) -> Numbers:
         values = {name: entry["value"] for name, entry in table.items()}
-        widths = tuple(values["widths_that_keep_no_scores"])
-        adders = _by_size(values["adders"])
-        return cls(**{**values, "widths_that_keep_no_scores": widths, "adders": adders})
+        widths = "widths_that_keep_no_scores"
+        values[widths] = tuple(values[widths])
+        values["adder_warps"] = _by_size(values["adder_warps"])
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)

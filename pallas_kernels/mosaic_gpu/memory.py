@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_gpu import measured, pairwise, support
 from pallas_kernels.mosaic_gpu.tile_scheduler import heads_per_wave
 
 _HEADS = ("h", "d")
+_BROADCAST = "1"  # the name in a `View` of an axis of size 1 that has none
 # What TMA copies to and from tiles comes in multiples of these: rows, where a tile is
 # read in parts of so many (`support.tile`), and head elements. Where it is read in
 # single rows, these are of any number, and their elements fill 16 bytes.
@@ -54,8 +55,8 @@ class View(layout.View):
         """
         return self.ref.at[tuple(self._place(name, where) for name in self.axes)]
 
-    def _place(self, name: str | None, where: Mapping[str, Any]):
-        if name is None:
+    def _place(self, name: str, where: Mapping[str, Any]):
+        if name == _BROADCAST:
             return 0
         if name in _HEADS:
             if name not in self.block:
@@ -83,7 +84,8 @@ class View(layout.View):
             return jnp.full([self.block[a] for a in order], number) != 0
         shape = tuple(self.block[a] for a in order)
         if len(kept) == 2:
-            return self._load_pairs(order, where, shape)
+            rows, columns = shape
+            return self._load_pairs(order, where, (rows, columns))
         (name,) = kept
         axis = order.index(name)
         vector = support.load_vector(self.at(where), axis)
@@ -121,7 +123,7 @@ class Filled(Named):
     fill: float = 0.0
 
 
-class Layout(layout.Layout):
+class TileGrid(layout.Layout):
     """A flat grid of tiles: a block of `t` or `s` of one head and batch entry each.
 
     Parts of a tile (`division`) lie side by side, each a tile of its own.
@@ -194,7 +196,7 @@ class Layout(layout.Layout):
         pairs = zip(self.names, self.grid, strict=True)
         return {name: size for name, size in pairs if name not in others}
 
-    def at_tile(self, number) -> Layout:
+    def at_tile(self, number) -> TileGrid:
         """This layout in a program that has come to tile `number`."""
         there = copy.copy(self)
         there.tile = number
@@ -263,7 +265,7 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
     last = heads or (("t", "s") if {"t", "s"} <= set(x.axes) else ())
     axes = (*(name for name in x.axes if name not in last), *last)
     sizes = dict(zip(x.axes, x.shape, strict=True))
-    more = [_padded(sizes[a], multiple.get(a, 1)) - sizes[a] for a in axes]
+    more = [_padded(sizes[a], multiple.get(a or "", 1)) - sizes[a] for a in axes]
     if isinstance(x.value, jax.ShapeDtypeStruct):
         shape = [sizes[a] + n for a, n in zip(axes, more, strict=True)]
         return Named(jax.ShapeDtypeStruct(shape, x.dtype), axes)
@@ -342,7 +344,7 @@ def of_tiles(
 
 def call(
     kernel: Callable,
-    grid: Layout,
+    grid: TileGrid,
     inputs,
     outputs: tuple[Named, ...],
     *,
@@ -376,7 +378,7 @@ def call(
     )
 
     def body(*refs):
-        axes = [x.axes for x in (*operands, *results)]
+        axes = [tuple(a or _BROADCAST for a in x.axes) for x in (*operands, *results)]
         nothing = lax.shift_right_logical(lax.axis_index("program"), jnp.int32(31))
         arrays = zip(refs, axes, boolean, strict=False)
         views = [View(ref, a, block, nothing, b) for ref, a, b in arrays]

@@ -208,7 +208,7 @@ def turned(words: jax.Array, dtype) -> jax.Array:
     """The transposed block of numbers that were fetched (`fetch`)."""
     keys, half = words.shape
 
-    @plgpu.inline_mgpu(
+    @support.inline_mgpu(
         arg_types=(_LAYOUT,),
         return_type=plgpu.ShapeDtypeStruct((keys, 2 * half), dtype, layout=_LAYOUT),
     )
@@ -263,7 +263,7 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 def store(ref, x: jax.Array) -> None:
     """Writes a block [queries, keys] to global memory, two neighbours at once."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
+    @support.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
     def write(_, ref, x):
         x.store_untiled(ref, optimized=False)
 
@@ -279,7 +279,7 @@ def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
     if kept.dtype == jnp.bool_:
         return jnp.where(kept, x, -jnp.inf)
 
-    @plgpu.inline_mgpu(
+    @support.inline_mgpu(
         arg_types=(_LAYOUT, _LAYOUT),
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_LAYOUT),
     )
@@ -311,7 +311,7 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         `column + 8 * j` and the next.
     """
 
-    @plgpu.inline_mgpu(
+    @support.inline_mgpu(
         arg_types=(plgpu.RefType(), _LAYOUT.reduce(1), _LAYOUT.reduce(0)),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_LAYOUT),
     )

@@ -1,10 +1,10 @@
 """Shared memory of a thread block: one declaration, and the bytes that it takes.
 
 A kernel declares its tiles and barriers once, as a pytree of `Tile`, `plgpu.SMEM` and
-`plgpu.Barrier` (such as `forward_plan.Refs`). `memory.call` gives the declaration's
-leaves to Pallas as scratch types, and the kernel gets the same tree with Refs in their
-place. `num_bytes` counts the same leaves as Pallas does, so that a plan fits if Pallas
-says so.
+`plgpu.Barrier` (such as `hopper.forward_plan.Refs`). `memory.call` gives the leaves of
+the declaration to Pallas as scratch types, and the kernel gets the same tree with Refs
+in their place. `num_bytes` counts the same leaves as Pallas does, so that a plan fits
+if Pallas says so.
 """
 
 from __future__ import annotations

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -44,6 +47,19 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
+@overload
+def inline_mgpu(
+    arg_types: Sequence[Any] = (), return_type: None = None
+) -> Callable[[Callable], Callable[..., None]]: ...
+@overload
+def inline_mgpu(
+    arg_types: Sequence[Any] = (), *, return_type: plgpu.ShapeDtypeStruct
+) -> Callable[[Callable], Callable[..., jax.Array]]: ...
+def inline_mgpu(arg_types=(), return_type=None) -> Callable[[Callable], Callable]:
+    """`plgpu.inline_mgpu`, with the types of what it gives."""
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
+
+
 def swizzle(row: int, itemsize: int) -> int:
     """Bytes of the widest swizzle whose multiple a row of so many elements is."""
     return next(n for n in _SWIZZLES if row * itemsize % n == 0)
@@ -64,7 +80,7 @@ def tile(
     dtype,
     row: int | None = None,
     array: tuple[int, int] = (0, 0),
-) -> plgpu.SMEM | plgpu.RefUnion:
+) -> pl.MemoryRef | plgpu.RefUnion:
     """A tile (or several) in shared memory, for TMA and wgmma.
 
     Products read it in parts of 8 rows, and so copies want arrays of whole parts. But
@@ -78,10 +94,12 @@ def tile(
     """
     itemsize = jnp.dtype(dtype).itemsize
     width = swizzle(row or shape[-1], itemsize)
-    swizzled = plgpu.SwizzleTransform(width)
+    # JAX's two classes do not define all methods of the Protocol that they implement.
+    swizzled = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
 
-    def in_parts_of(rows: int) -> plgpu.SMEM:
-        tiling = plgpu.TilingTransform((rows, width // itemsize))
+    def in_parts_of(rows: int) -> pl.MemoryRef:
+        part = rows, width // itemsize
+        tiling = plgpu.TilingTransform(part)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))
 
     rows, columns = array
@@ -93,7 +111,7 @@ def tile(
     return in_one_place(in_parts_of(8), in_parts_of(1)) if rows % 8 else in_parts_of(8)
 
 
-def in_one_place(*forms: plgpu.SMEM):
+def in_one_place(*forms: pl.MemoryRef) -> plgpu.RefUnion:
     """Shared memory that has two forms, at different times, or both."""
     return plgpu.RefUnion(*forms)
 
@@ -136,8 +154,8 @@ def numbers_along(axis: int, size: int) -> jax.Array:
     rows = (size,)
 
     # `lax.iota` says no layout, and the search for one may take a minute.
-    @plgpu.inline_mgpu(
-        return_type=plgpu.ShapeDtypeStruct(rows, jnp.int32, layout=layout)
+    @inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct(rows, jnp.dtype(jnp.int32), layout=layout)
     )
     def iota(_):
         i32 = ir.IntegerType.get_signless(32)
@@ -154,9 +172,9 @@ ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
 def opaque(number: jax.Array) -> jax.Array:
     """The same scalar, hidden from the optimiser, even if it is static."""
     splat = plgpu.Layout.WG_SPLAT
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat)
 
-    @plgpu.inline_mgpu(arg_types=(splat,), return_type=result)
+    @inline_mgpu(arg_types=(splat,), return_type=result)
     def move(_, number):
         i32, text = ir.IntegerType.get_signless(32), "mov.u32 $0, $1;"
         numbers = [number.registers[()]]
@@ -189,7 +207,7 @@ def named_barrier(instruction: str, number, warpgroups: int) -> None:
       warpgroups: how many sync or arrive.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    @inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
     def issue(_, number):
         text = f"bar.{instruction} $0, {warpgroups * WARPGROUP};"
         nothing = ir.Type.parse("!llvm.void")
@@ -206,7 +224,7 @@ def finish_loads() -> None:
     products read shared memory (benchmarks/lab/085-loads-that-came-late.md).
     """
 
-    @plgpu.inline_mgpu()
+    @inline_mgpu()
     def issue(_):
         nothing = ir.Type.parse("!llvm.void")
         text = "fence.proxy.async.shared::cta;"
@@ -225,7 +243,7 @@ def fetch_add(counter, into) -> None:
       counter, into: int32 numbers.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def issue(_, counter, into):
         text = (
             "{ .reg .pred p; .reg .b32 n, w; mov.u32 w, %tid.x; "
@@ -248,9 +266,9 @@ def warp_uniform(number: jax.Array) -> jax.Array:
     sequence (ptxas C7520).
     """
     splat = plgpu.Layout.WG_SPLAT
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat)
 
-    @plgpu.inline_mgpu(arg_types=(splat,), return_type=result)
+    @inline_mgpu(arg_types=(splat,), return_type=result)
     def shuffle(_, number):
         text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
         i32, numbers = ir.IntegerType.get_signless(32), [number.registers[()]]
@@ -279,9 +297,9 @@ def warpgroup_any(me, flags: jax.Array) -> jax.Array:
     """
     splat = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(
+    @inline_mgpu(
         arg_types=(splat, plgpu.Layout.WGMMA.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat),
     )
     def count(_, barrier, flags):
         kind = ir.IntegerType.get_signless(32)

@@ -20,7 +20,7 @@ from pallas_kernels.layout import Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory
 
 
-def visits_of(spec: AttentionSpec, layout: memory.Layout) -> Visits | None:
+def visits_of(spec: AttentionSpec, layout: memory.TileGrid) -> Visits | None:
     """Of the programs, where arrays decide them (`Named` fields)."""
     if spec.meets_exactly:
         return None
@@ -41,17 +41,17 @@ class Tiles:
 
     spec: AttentionSpec
     where: program.Where
-    layout: memory.Layout
+    layout: memory.TileGrid
     needed: Range
     visits: Visits | None
 
     @classmethod
-    def of(cls, spec, where, layout: memory.Layout, visits: Visits | None) -> Tiles:
+    def of(cls, spec, where, layout: memory.TileGrid, visits: Visits | None) -> Tiles:
         if visits is None:
             found = cls._met(spec, where["s"].start, layout)
         else:
-            visits = load_tree(visits, (), where)
-            found = visits.blocks
+            loaded: Visits = load_tree(visits, (), where)
+            visits, found = loaded, loaded.blocks
         if layout.size["s"] % layout.rows["s"]:
             # Of rows beyond the array p may be infinite, and dq would be NaN.
             end = where["s"].start + layout.rows["s"]
@@ -59,7 +59,7 @@ class Tiles:
         return cls(spec, where, layout, layout.own_blocks(where, found), visits)
 
     @staticmethod
-    def _met(spec, start, layout: memory.Layout) -> Range:
+    def _met(spec, start, layout: memory.TileGrid) -> Range:
         """Where windows and lengths alone decide."""
         size, rows = layout.size["t"], layout.rows["t"]
         end = minimum(start + layout.rows["s"], layout.size["s"])

@@ -65,7 +65,7 @@ class _Plan(Plan):
             options = {"own": own, "looped": looped}
         launch = _launch(kernel, call.config, call.precision, arrays, spec)
         operands = [*arrays, *jax.tree.leaves(spec)]
-        layout = memory.Layout.of(kernel, operands, launch, **options)
+        layout = memory.BlockGrid.of(kernel, operands, launch, **options)
         return [*found, *filter(None, [words(kernel, layout.parts)])]
 
 

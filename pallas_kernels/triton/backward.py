@@ -60,7 +60,7 @@ def dkv(
       outputs: shape structs by name, "dk" and "dv" or one of them.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs.values()]
-    layout = memory.Layout.of("dkv", operands, launch)
+    layout = memory.BlockGrid.of("dkv", operands, launch)
 
     kernel = functools.partial(_dkv_kernel, launch, layout, tuple(outputs))
     name = "flash2_dkv" if len(outputs) == 2 else f"flash2_{next(iter(outputs))}"
@@ -119,7 +119,7 @@ def _dkv_kernel(launch: Launch, layout, names, q, k, v, spec, saved, views):
         view.store(flash2.scaled(sums[name], unit[name]), where)
 
 
-def _over(layout: memory.Layout, where: program.Where, body: Callable, state):
+def _over(layout: memory.BlockGrid, where: program.Where, body: Callable, state):
     """Runs `state = body(element, state)` over the program's heads or batch entries."""
     if layout.elements == 1:
         return body(np.int32(0), state)
@@ -144,7 +144,7 @@ def dq(
       outputs: shape structs of dq, delta and lse_log2 (as lse).
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dq", operands, launch)
+    layout = memory.BlockGrid.of("dq", operands, launch)
 
     def kernel(q, k, v, spec, saved, outputs):
         o, lse, do, dlse = saved
@@ -215,7 +215,7 @@ def dbias(
     """
     own = tuple(name for name in ("t", "s") if name in outputs[0].axes)
     operands = [q, k, v, *jax.tree.leaves(spec), *saved, *outputs]
-    layout = memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
+    layout = memory.BlockGrid.of("dbias", operands, launch, own=own, looped=summed)
 
     kernel = functools.partial(_dbias_kernel, launch, layout, own, field)
     inputs, name = (q, k, v, spec, saved), f"flash2_d{field}"

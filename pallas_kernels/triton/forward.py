@@ -56,7 +56,7 @@ def forward(
       launch: block sizes and the rest.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
-    layout = memory.Layout.of("forward", operands, launch)
+    layout = memory.BlockGrid.of("forward", operands, launch)
     sink = None
     if layout.parts:  # it joins where parts are put together
         sink, spec = spec.sink, dataclasses.replace(spec, sink=None)

@@ -74,7 +74,7 @@ def _program(name: str, group: int = 1) -> Callable[[Mapping[str, Any]], Any]:
     return lambda ids: ids[name] // group if group > 1 else ids[name]
 
 
-class Layout(layout.Layout):
+class BlockGrid(layout.Layout):
     """The grid of a kernel, and where each operand's block lies in it."""
 
     def __init__(self, operands, *, blocks: Blocks, **arguments):
@@ -120,7 +120,7 @@ class Layout(layout.Layout):
 
 def call(
     kernel: Callable,
-    grid: Layout,
+    grid: BlockGrid,
     inputs,
     outputs,
     *,

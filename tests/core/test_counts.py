@@ -181,7 +181,7 @@ def test_visited_blocks_of_traced_lengths(name, looped):
 def test_programs_with_most_keys_start_first(monkeypatch, window, starts):
     """Under a causal mask those of the last rows, so that none is left for the end."""
     q, kv = (Named(jnp.zeros((40, 16)), (rows, "h")) for rows in ("t", "s"))
-    layout = memory.Layout(
+    layout = memory.BlockGrid(
         [q, kv], parallel=("t",), heads="n", blocks=Blocks(16, 16, 4, 1)
     )
     layout.size["d"] = 16

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_flash2 import Context, attention
-from jax_flash2._rows import copied, layout_of
+from jax_flash2._rows import copied, sharding_of
 from tests.cases import INTERPRETED
 from tests.devices.test_context_errors import explained
 from tests.divided import Divided
@@ -65,8 +65,8 @@ def test_gradients_of_gathered_rows_are_summed_in_float32():
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
 
     def local(x, cotangents):
-        layout = layout_of(Context("x", None))
-        _, pull = jax.vjp(layout.of_all, x)
+        sharding = sharding_of(Context("x", None))
+        _, pull = jax.vjp(sharding.of_all, x)
         return pull(cotangents[0])[0]
 
     rows = PartitionSpec("x")

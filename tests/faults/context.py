@@ -156,7 +156,7 @@ MUTANTS = [
         ),
         (
             "heads of the first device for all",
-            "start = layout.rank() * jnp.int32(count)",
+            "start = sharding.rank() * jnp.int32(count)",
             "start = jnp.int32(0)",
             one("alibi", "heads"),
         ),

@@ -64,7 +64,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/gradient_blocks.py",
+        "pallas_kernels/mosaic_gpu/hopper/gradient_blocks.py",
         (
             "a kernel that waits for the stage that it reads",
             "if pipelined and blocks.num_stages < 2:",
@@ -94,7 +94,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/tuning.py",
+        "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (
             "the easiest of a call's conditions counts",
             "measured.Crossover(max(forward), max(backward))",
@@ -103,7 +103,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/__init__.py",
+        "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
             "the caller's blocks of gradients known to be slower",
             "if config is None or not (config.dkv or config.dq):",

@@ -42,7 +42,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/forward.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward.py",
         (
             "rows beyond the array among those that leave their range",
             "flash2.in_range(sums, loop.program.v.dtype) | beyond",
@@ -57,7 +57,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/forward_program.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward_program.py",
         (
             "the pass that clears has maxima alone",
             "visit(i, i, state)",
@@ -66,7 +66,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/forward_loop.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
         (
             "no warpgroup waits for the one that clears",
             "self.plan.values_cleared.sync()",
@@ -81,7 +81,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/dbias.py",
+        "pallas_kernels/mosaic_gpu/hopper/dbias.py",
         (
             "dropout's scale forgotten",
             "(total * program.spec.dropout_scale)",
@@ -90,22 +90,22 @@ MUTANTS = [
         ),
         (
             "the first element's keys for all",
-            "saved.do.at(here), v.at(here))",
-            "saved.do.at(here), v.at(program.where | program.key_rows))",
+            "saved.do.at(here), inputs.v.at(here))",
+            "saved.do.at(here), inputs.v.at(program.where | program.key_rows))",
             OF_BIAS,
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/backward.py",
+        "pallas_kernels/mosaic_gpu/hopper/backward.py",
         (
             "sums of dq to which nothing was added",
             "met.to(axes) > number",
             "met.to(axes) > 0",
-            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'several_sums and lengths'",
+            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'accumulators and lengths'",
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/__init__.py",
+        "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
             "dq by itself in parts",
             'whole = {"dq", *(',
@@ -114,13 +114,13 @@ MUTANTS = [
         ),
         (
             "dq by itself without tables of segments",
-            "dq_kernel(q, *cleared, tabled,",
-            "dq_kernel(q, k, v, spec,",
+            "q, k_clear, v_clear, tabled, rows",
+            "q, k, v, spec, rows",
             APART,
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/dq.py",
+        "pallas_kernels/mosaic_gpu/hopper/dq.py",
         (
             "dq by itself with another vector of rows",
             'pairs.along(consumer.delta, "t")).astype',
@@ -129,7 +129,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/dkv.py",
+        "pallas_kernels/mosaic_gpu/hopper/dkv.py",
         (
             "dk of probabilities",
             "refs.dz.ref.at[slot], q_own",
@@ -255,7 +255,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/tuning.py",
+        "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (
             "documents at small heads go to these kernels",
             'if spec.traits.is_sparse and keys < fewest("documents")',
@@ -285,7 +285,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/forward.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward.py",
         (
             "rounds that met what is not finite are not made again",
             "unfinished |= (~good).astype(jnp.int32) << slot",
@@ -294,7 +294,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/backward_consumer.py",
+        "pallas_kernels/mosaic_gpu/hopper/backward_consumer.py",
         (
             "pairs of the last tile once more",
             "prefetched = consumer.prefetch(tile.next)",
@@ -423,7 +423,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/backward.py",
+        "pallas_kernels/mosaic_gpu/hopper/backward.py",
         (
             "parts of a division left apart",
             "division.summed(dkv, dkv_structs)",

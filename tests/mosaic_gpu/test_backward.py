@@ -18,7 +18,8 @@ from pallas_kernels.core.masks import Window
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from tests.cases import Case, by_name
 from tests.lowering import kernel_modules, lower_for_gpu
 from tests.mosaic import (
@@ -158,7 +159,7 @@ def test_divided_backward_lowers(name, head, of_queries, multiprocessors, any_si
         return vjp(out)
 
     lowered = lower_for_gpu(run, *arrays)
-    kernels = 2 + tuning.makes_dq_apart({"h": head, "d": head})
+    kernels = 2 + tuning.separate_dq({"h": head, "d": head})
     assert lowered.count("custom_call @mosaic_gpu") == kernels
     for part in words:
         assert part.format(of_queries) in texts[0]
@@ -169,7 +170,7 @@ def test_divided_backward_lowers(name, head, of_queries, multiprocessors, any_si
 def test_tiles_wider_than_heads_lower(name, any_size):
     h, d = WIDER[name]
     case = dataclasses.replace(by_name("causal"), h=h, d=d)
-    kernels = 2 + tuning.makes_dq_apart({"h": h, "d": d})
+    kernels = 2 + tuning.separate_dq({"h": h, "d": d})
     assert lowered(case, jnp.bfloat16).count("custom_call @mosaic_gpu") == kernels
 
 
@@ -208,8 +209,8 @@ def test_heads_of_any_size():
         size = dict(zip("hd", heads, strict=True))
         width = tuning.head_tiles(size)
         blocks = tuning.of_backward(heads)
-        assert tuning.computes_ahead(width) == (max(heads) <= 128)
-        if tuning.makes_dq_apart(size):
+        assert tuning.pipelines_scores(width) == (max(heads) <= 128)
+        if tuning.separate_dq(size):
             assert blocks is not None and set(blocks) == {"dkv", "dq"}
             assert all(x % 32 == 0 for x in width.values())
         elif blocks is not None:
@@ -248,8 +249,8 @@ def test_gradients_beside_a_bias_of_one_byte():
 @on_hopper
 @pytest.mark.parametrize("sums", [2, 4])
 @pytest.mark.parametrize("name", ["plain", "causal", "gqa", "lengths_causal"])
-def test_several_sums_of_dq(name, sums, any_size, monkeypatch, record_property):
-    monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: sums)
+def test_several_dq_accumulators(name, sums, any_size, monkeypatch, record_property):
+    monkeypatch.setattr(tuning, "dq_accumulators", lambda *_: sums)
     case = dataclasses.replace(by_name(name), h=128, d=128, t=700, s=900)
     jax.clear_caches()
     check(case, "bfloat16", record_property)
@@ -266,15 +267,15 @@ def test_several_sums_of_dq(name, sums, any_size, monkeypatch, record_property):
         (16384, 77, 2, 1),  # one block of keys waits for nobody
     ],
 )
-def test_how_many_sums_of_dq(t, s, heads, expected, monkeypatch):
+def test_how_many_dq_accumulators(t, s, heads, expected, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda: 132)
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     q = Named(struct((1, t, heads, 128)), ("b0", "t", "n", "h"))
     k, v = (Named(struct((1, s, heads, 128)), ("b0", "s", "k", name)) for name in "hd")
     spec = AttentionSpec(Score(1.0), (Window(None, 0),) if t == s else ())
     launch = Launch(Blocks(64, 128, 8, 2), None, PLAIN, False, None)
-    layout = memory.Layout.of("dkv", [q, k, v], launch, by_block=True)
-    assert tuning.sums_of_dq(spec, layout) == expected
+    layout = memory.TileGrid.of("dkv", [q, k, v], launch, by_block=True)
+    assert tuning.dq_accumulators(spec, layout) == expected
 
 
 @on_hopper

@@ -21,7 +21,8 @@ from benchmarks import (
 )
 from benchmarks.harness import Timing
 from pallas_kernels import device, tables
-from pallas_kernels.mosaic_gpu import gradient_blocks, measured, memory, tuning
+from pallas_kernels.mosaic_gpu import measured, memory
+from pallas_kernels.mosaic_gpu.hopper import gradient_blocks, tuning
 from tests.cases import ON_GPU
 from tests.lowering import on_gpu
 from tests.tiers import deeply

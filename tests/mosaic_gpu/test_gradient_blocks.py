@@ -11,7 +11,8 @@ import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import tables
-from pallas_kernels.mosaic_gpu import forward_plan, gradient_blocks, measured
+from pallas_kernels.mosaic_gpu import measured
+from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks
 from tests import mosaic_interpreter
 from tests.cases import ON_GPU, by_name
 from tests.lowering import lower_for_gpu, on_gpu, string_attributes

@@ -11,7 +11,7 @@ import pytest
 
 from jax_flash2 import Config
 from pallas_kernels import device
-from pallas_kernels.mosaic_gpu import tuning
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import Schedule
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, Case, by_name
@@ -94,10 +94,10 @@ def test_parts_of_a_bias(name, monkeypatch, record_property):
 
 @deep
 @pytest.mark.parametrize("name", ["causal", "lengths_causal"])
-def test_several_sums_of_dq(name, monkeypatch, record_property):
+def test_several_dq_accumulators(name, monkeypatch, record_property):
     """Some blocks of queries meet one block of keys: a sum of theirs is not written."""
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(tuning, "sums_of_dq", lambda *_: 2)
+    monkeypatch.setattr(tuning, "dq_accumulators", lambda *_: 2)
     case = with_heads(dataclasses.replace(by_name(name), t=200, s=500), 64)
     assert "query" in check(case, record_property)
 

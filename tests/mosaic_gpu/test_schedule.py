@@ -16,7 +16,8 @@ from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, tuning
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     MOST_TILES,
     Schedule,
@@ -179,7 +180,7 @@ def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
     operands = [Named(rows, ("b0", *axes)) for axes in ("tnh", "skh", "skd")]
     launch = Launch(Blocks(64, 128, num_warps=8, num_stages=2), None, PLAIN, False)
     options = {"by_block": True, "blocks_alike": alike}
-    layout = memory.Layout.of("dkv", operands, launch, **options)
+    layout = memory.TileGrid.of("dkv", operands, launch, **options)
     assert layout.together == together
 
 
@@ -218,7 +219,7 @@ def test_tiles_of_a_layout(by_block, group, pairs, monkeypatch):
     blocks = Blocks(64, 128, num_warps=8, num_stages=2)
     launch = Launch(blocks, None, PLAIN, False)
     for kernel, own, head in (("forward", "t", "n"), ("dkv", "s", "k")):
-        layout = memory.Layout.of(kernel, operands, launch, by_block=by_block)
+        layout = memory.TileGrid.of(kernel, operands, launch, by_block=by_block)
         numbers = jnp.arange(layout.tiles, dtype=jnp.int32)
         ids = {a: np.array(x) for a, x in layout.at_tile(numbers).program_ids().items()}
         names = [*layout.parts, own, head, "b0"]

@@ -16,7 +16,7 @@ from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import device
 from pallas_kernels.mosaic_gpu import shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
-from pallas_kernels.mosaic_gpu.forward_plan import Plan, Storage
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Storage
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from tests.cases import by_name

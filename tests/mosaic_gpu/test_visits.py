@@ -111,13 +111,13 @@ def operands(size, spec: AttentionSpec) -> list[Named]:
     return [q, k, v, *jax.tree.leaves(spec)]
 
 
-def views(tree, layout: memory.Layout, array=np.asarray):
+def views(tree, layout: memory.TileGrid, array=np.asarray):
     return jax.tree.map(
         lambda x: memory.View(array(x.value), x.axes, layout.rows), tree
     )
 
 
-def programs(spec: AttentionSpec, layout: memory.Layout, array=np.asarray):
+def programs(spec: AttentionSpec, layout: memory.TileGrid, array=np.asarray):
     """What gives the tiles of a program by its number, as the kernel finds them.
 
     Args:
@@ -168,7 +168,7 @@ def _check_order(call):
 
 
 def _check_order_here(size, spec, launch):
-    layout = memory.Layout.of("dkv", operands(size, spec), launch, by_block=True)
+    layout = memory.TileGrid.of("dkv", operands(size, spec), launch, by_block=True)
     kept = kept_pairs(size, spec)
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
     missed = kept.copy()
@@ -245,7 +245,7 @@ def test_programs_do_not_wait_for_the_end_of_others(
     size = {"t": 512, "s": 512, "n": n, "k": k}
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
     spec = AttentionSpec(Score(1.0), LONG_CALLS[name])
-    layout = memory.Layout.of("dkv", operands(size, spec), launch, by_block=True)
+    layout = memory.TileGrid.of("dkv", operands(size, spec), launch, by_block=True)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         tiles_of = programs(spec, layout, jnp.asarray)
         most = jnp.arange(n // k * size["t"] // 16, dtype=jnp.int32)

@@ -14,7 +14,8 @@ from pallas_kernels.core import masks, scores
 ROOT = Path(__file__).parents[2]
 RUNTIME = {"jax", "jaxlib", "numpy"}
 # Every file of the packages, innermost first: each imports what stands before it, or
-# in its own line. A name without ".py" is a folder, whose files may import each other.
+# in its own line. A name without ".py" is a folder, whose files may import each other,
+# as those may that a name with "*.py" stands for.
 LAYERS = (
     ("pallas_kernels/__init__.py",),
     ("pallas_kernels/core",),
@@ -27,7 +28,8 @@ LAYERS = (
     ("pallas_kernels/program.py",),
     ("pallas_kernels/passes.py",),
     ("pallas_kernels/triton",),
-    ("pallas_kernels/mosaic_gpu",),
+    ("pallas_kernels/mosaic_gpu/*.py",),
+    ("pallas_kernels/mosaic_gpu/hopper",),
     ("jax_flash2/_version.py",),
     ("jax_flash2/_backends.py",),
     ("jax_flash2/_chunked.py",),
@@ -85,6 +87,8 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 def files(where: str) -> list[Path]:
     path = ROOT / where
+    if "*" in where:
+        return sorted(ROOT.glob(where))
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
@@ -127,7 +131,7 @@ def test_imports_run_one_way():
     for layer in LAYERS:
         own = {module_of(path) for where in layer for path in files(where)}
         for where in layer:
-            inside = own if not where.endswith(".py") else set()
+            inside = set() if (ROOT / where).is_file() else own
             for path in files(where):
                 others = modules_imported(path) - {module_of(path)}
                 assert others <= below | inside, (path, others - below - inside)
@@ -145,12 +149,17 @@ def test_imports_inside_core_run_one_way():
                 assert ".".join(parts) in below, (path, module)
 
 
+def subclasses(kind: type) -> list[type]:
+    """It and all that are made of it."""
+    return [kind, *(x for own in kind.__subclasses__() for x in subclasses(own))]
+
+
 @pytest.mark.parametrize(
     ("folder", "kind"), [("masks", masks.Atom), ("scores", scores.Term)]
 )
 def test_no_code_asks_for_the_type_of_a_mask_or_a_term(folder, kind):
     """They answer for themselves, so that a new one is a file of its own."""
-    names = {x.__name__ for x in (kind, *kind.__subclasses__())}
+    names = {x.__name__ for x in subclasses(kind)}
     assert len(names) > 3
     for path in packages():
         if path.parent.name == folder:
@@ -169,6 +178,17 @@ def test_no_file_imports_a_backend():
         assert not any(m.startswith(others) for m in modules_imported(path)), path
 
 
+def test_architectures_import_what_they_share_and_not_each_other():
+    shared = ROOT / "pallas_kernels/mosaic_gpu"
+    folders = [x for x in shared.iterdir() if x.is_dir() and list(x.glob("*.py"))]
+    assert folders
+    for path in shared.rglob("*.py"):
+        others = {f"pallas_kernels.mosaic_gpu.{x.name}" for x in folders}
+        others -= {f"pallas_kernels.mosaic_gpu.{path.parent.name}"}
+        for module in modules_imported(path):
+            assert ".".join(module.split(".")[:3]) not in others, (path, module)
+
+
 def test_only_backends_need_more_than_jax():
     for path in packages():
         for module, _ in imports(path):
@@ -177,7 +197,8 @@ def test_only_backends_need_more_than_jax():
             if first not in sys.stdlib_module_names:
                 assert first in {*RUNTIME, "jax_flash2", "pallas_kernels"}, where
             if module.startswith(PALLAS):
-                assert path.parent.name in ("triton", "mosaic_gpu"), where
+                folder = path.relative_to(ROOT / "pallas_kernels").parts[0]
+                assert folder in ("triton", "mosaic_gpu"), where
 
 
 def test_core_is_jax_numpy_and_lax_only():

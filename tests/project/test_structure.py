@@ -29,7 +29,7 @@ DEEP_FUNCTIONS = 0
 # identifiers of the code, in how many files and how often (lab note 093).
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_flax", "nn")
 FEATURES = {
-    "bias": (r"bias", 7, 42),  # its kernel's blocks, too: `gradient_blocks`
+    "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),

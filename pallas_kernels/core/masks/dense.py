@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks.base import ALL, Atom, Limits, Traits, mask_dataclass
+from pallas_kernels.core.masks.base import ALL, ArrayMask, Atom, Traits, mask_dataclass
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
 from pallas_kernels.core.positions import Positions
 
 
 @mask_dataclass(data=("mask",))
-class DenseMask(Atom):
+class DenseMask(ArrayMask):
     """Keeps the pairs where a boolean array of any broadcast shape is True."""
 
     mask: Any
-    has_ranges = False
-    ranges_are_exact = False
-    limits = Limits()
 
     @property
     def traits(self) -> Traits:
@@ -29,17 +26,10 @@ class DenseMask(Atom):
             ALL, cost_is_monotone=False, keeps_own_key=False, keeps_first_key=False
         )
 
-    def mean_keys(self, kv_size: int) -> float:
-        return kv_size
-
     def attended_keys(self, positions: Positions, kv_size: int) -> Named:
         """Which keys some query and head keep."""
         del positions, kv_size
         return reduced(self.mask.squeezed(), jnp.any, ("n", "t"))
-
-    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> DenseMask:
-        del positions, size
-        return self
 
     def keep(self, q, kv, q_pos, kv_pos):
         del q, kv, q_pos, kv_pos

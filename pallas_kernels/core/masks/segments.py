@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks.base import ALL, Atom, Limits, Traits, mask_dataclass
+from pallas_kernels.core.masks.base import ALL, ArrayMask, Traits, mask_dataclass
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
 from pallas_kernels.core.positions import Positions
 
 
 @mask_dataclass(data=("query", "key_value"), meta=("are_shared",))
-class SegmentIds(Atom):
+class SegmentIds(ArrayMask):
     """Keeps pairs of equal ids: int32, query [.., T] and key_value [.., S], any order.
 
     Blocks are compared by the smallest and largest id in each: sorted ids skip every
@@ -26,9 +25,6 @@ class SegmentIds(Atom):
     query: Any
     key_value: Any
     are_shared: bool = False
-    has_ranges = False
-    ranges_are_exact = False
-    limits = Limits()
 
     @property
     def traits(self) -> Traits:
@@ -40,15 +36,8 @@ class SegmentIds(Atom):
             keeps_first_key=False,
         )
 
-    def mean_keys(self, kv_size: int) -> float:
-        return kv_size
-
     def attended_keys(self, positions: Positions, kv_size: int) -> None:
         del positions, kv_size  # documents without queries are not looked for
-
-    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> SegmentIds:
-        del positions, size
-        return self
 
     def keep(self, q, kv, q_pos, kv_pos):
         del q, kv, q_pos, kv_pos

@@ -1,6 +1,6 @@
 """Gradients of keys and values for Hopper, by themselves (Dao 2023, algorithm 2).
 
-This kernel is for wide heads (`tuning.makes_dq_apart`), and `dq` then makes the
+This kernel is for wide heads (`tuning.separate_dq`), and `dq` then makes the
 gradient of queries. Grid: (key blocks, key/value heads, batch axes). A thread block
 owns 64 keys and visits work tiles: the query heads of its group, and the blocks of 64
 queries that meet its keys.
@@ -35,8 +35,9 @@ from pallas_kernels import division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, load_tree
-from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import (
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import (
     F32,
     Inputs,
     KeyProgram,
@@ -46,7 +47,7 @@ from pallas_kernels.mosaic_gpu.gradients import (
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import query_head
 
-_CONSUMERS = 2
+CONSUMERS = 2
 
 
 def dkv(
@@ -66,10 +67,10 @@ def dkv(
       outputs: shape structs of dk and dv.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = memory.Layout.of("dkv", inputs.with_outputs(outputs), launch)
+    layout = memory.TileGrid.of("dkv", inputs.with_outputs(outputs), launch)
     results = [division.partial(x, layout.parts) for x in outputs]
     in_float32 = results[0].dtype != k.dtype
-    plan = Plan(launch, layout, _CONSUMERS, q.dtype, in_float32)
+    plan = Plan(launch, layout, CONSUMERS, q.dtype, in_float32)
     found = plan.call(
         _kernel,
         inputs.with_visits(layout),
@@ -97,7 +98,7 @@ class Plan(gradients.Plan):
     @property
     def halves(self) -> dict[str, int]:
         """Columns of dk (`h`) and of dv (`d`) that a consumer makes."""
-        return {head: self.width[head] // _CONSUMERS for head in "hd"}
+        return {head: self.width[head] // CONSUMERS for head in "hd"}
 
 
 @jax.tree_util.register_dataclass
@@ -155,10 +156,10 @@ class Refs:
             return Tile(support.in_one_place(found.forms, result.forms))
 
         def pairs(head: str) -> Tile:  # both operands of a product have one swizzle
-            return Tile(support.tile((_CONSUMERS, keys, rows), plan.dtype, part[head]))
+            return Tile(support.tile((CONSUMERS, keys, rows), plan.dtype, part[head]))
 
         q, do = queries("h"), queries("d")
-        barriers = functools.partial(plgpu.Barrier, num_barriers=_CONSUMERS)
+        barriers = functools.partial(plgpu.Barrier, num_barriers=CONSUMERS)
         return cls(
             **declare_stages(plan, q, do),
             do_or_dv=do,
@@ -166,7 +167,7 @@ class Refs:
             k=rows_of("h", 1, keys),
             p=pairs("d"),
             pairs_full=barriers(num_arrivals=1),
-            pairs_empty=barriers(num_arrivals=_CONSUMERS),
+            pairs_empty=barriers(num_arrivals=CONSUMERS),
             q_or_dk=q,
             v=rows_of("d", 1, keys),
         )
@@ -234,7 +235,9 @@ def _compute(program: Program) -> None:
     """The role of a consumer: it makes its columns of dk and dv."""
     consumer, plan = Consumer.start(program), program.plan
     plgpu.barrier_wait(program.refs.keys_full)
-    accumulators = (plgpu.ACC((plan.block_kv, n), F32) for n in plan.halves.values())
+    accumulators = (
+        plgpu.WGMMAAccumulatorRef((plan.block_kv, n), F32) for n in plan.halves.values()
+    )
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # both have read keys and values
     _store(consumer, dk, dv)
@@ -278,7 +281,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
     plgpu.barrier_arrive(refs.pairs_empty.at[slot])
     queries.release(tile)
     outputs.release(tile)
-    coming = tile + _CONSUMERS
+    coming = tile + CONSUMERS
 
     @pl.when((slot == program.warpgroup) & (coming < consumer.count))
     def _():
@@ -287,7 +290,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, tile) -> None:
 
 def _maker(tile):
     """Which consumer makes p and dz of a work tile, and so in which slot they are."""
-    return lax.rem(tile, jnp.int32(_CONSUMERS))
+    return lax.rem(tile, jnp.int32(CONSUMERS))
 
 
 def _make_pairs(consumer: Consumer, tile) -> None:
@@ -324,7 +327,7 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
 
     # The compiler moves nothing across this branch, so that exponents are computed
     # while the product for dp runs.
-    @pl.when(tile >= _CONSUMERS)
+    @pl.when(tile >= CONSUMERS)
     def _():
         plgpu.barrier_wait(refs.pairs_empty.at[slot])
 

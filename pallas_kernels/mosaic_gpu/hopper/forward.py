@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (Dao 2023, algorithm 1; Shah 2024, FlashAttention-3).
 
 A work tile is a block of query rows of one head and batch entry. A thread block goes
-through several (`tile_scheduler`; `memory.Layout` for their order).
+through several (`tile_scheduler`; `memory.TileGrid` for their order).
 
 It has warpgroups that compute, of 64 query rows each, and one that only loads:
 
@@ -69,11 +69,11 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, prefetch, support
-from pallas_kernels.mosaic_gpu.forward_loop import KeyLoop
-from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
-from pallas_kernels.mosaic_gpu.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
-from pallas_kernels.mosaic_gpu.tuning import REGISTERS, ROWS
 from pallas_kernels.program import Where, query_rows
 
 
@@ -250,7 +250,7 @@ def attend(
         queries_read=fetch_next if plan.output_columns else lambda: None,
         no_keys=no_keys,
     )
-    accumulator = plgpu.ACC((ROWS, plan.heads["d"]), jnp.float32)
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.heads["d"]), jnp.float32)
     sums = pl.run_scoped(loop.run, accumulator)
 
     good = is_right(loop, sums, start, is_first_pass)
@@ -312,6 +312,7 @@ def store(
     plan, refs, me = program.plan, program.refs, program.warpgroup
     columns, d = plan.output_columns, plan.heads["d"]
     output, log = flash2.finish(sums, spec.sink, plan.arithmetic)
+    assert not isinstance(output, tuple), "heads are not in pieces here"
     output = (output * spec.dropout_scale).astype(program.o.dtype)
     wait_until_stored()  # of the previous work tile, which used the same tiles
     lse = refs.lse.ref.at[me]

@@ -24,19 +24,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import gradients, memory, pairwise, prefetch, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Saved
+from pallas_kernels.mosaic_gpu import memory, pairwise, prefetch, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Saved
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, element, tile_program
 
 
-def layout_of(operands, launch: Launch, summed: Axes) -> memory.Layout:
+def grid_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.TileGrid:
     """The layout of tiles of pairs, whose thread blocks loop over the axes `summed`.
 
     A part is as large as the result, and that is large where it has many tiles. So they
@@ -44,10 +45,10 @@ def layout_of(operands, launch: Launch, summed: Axes) -> memory.Layout:
     """
     own = "t", "s"
     whole = dataclasses.replace(launch, splits=1)
-    found = memory.Layout.of("dbias", operands, whole, own=own, looped=summed)
+    found = memory.TileGrid.of("dbias", operands, whole, own=own, looped=summed)
     if found.tiles >= device.multiprocessors():
         return found
-    return memory.Layout.of("dbias", operands, launch, own=own, looped=summed)
+    return memory.TileGrid.of("dbias", operands, launch, own=own, looped=summed)
 
 
 def dbias(
@@ -58,7 +59,7 @@ def dbias(
     saved: tuple[Named, Named, Named],
     output: Named,
     *,
-    summed: Axes,
+    summed: tuple[str, ...],
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
     """The gradient of the score's bias, in a tuple.
@@ -69,7 +70,7 @@ def dbias(
       summed: axes of batch and heads that it lacks.
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
-    layout = layout_of(inputs.with_outputs([output]), launch, summed)
+    layout = grid_of(inputs.with_outputs([output]), launch, summed)
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
@@ -134,39 +135,27 @@ class Refs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(gradients.Program):
     """A thread block, which owns a tile of the gradient.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      dbias: the result, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded.
-      where: the place of the thread block.
       tile: the place of its tile.
       first, end: of its elements.
     """
 
     plan: Plan
-    inputs: Inputs
-    dbias: memory.View
     refs: Refs
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     tile: Where
     first: Any
     end: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, tile = tile_program(inputs.spec, plan.layout)
         first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
-        known = plan, inputs, result, refs, warpgroup
-        return cls(*known, spec, where, tile, first, end)
+        own = tile, first, end
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -192,24 +181,25 @@ class Program:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    (result,) = outputs
-    program = Program.of(plan, inputs, result, refs)
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _load, _compute)
 
 
 def _load(program: Program) -> None:
     """The role of the producer: two stages for each element that needs the keys."""
-    q, k, v, _, saved, _ = program.inputs
+    inputs = program.inputs
 
     def fetch(index, i):
-        _, here, needed = program.element(program.spec, index)
+        here, needed = program.element(program.spec, index)[1:]
         here = program.with_rows(here, 0, program.plan.block_q)
         count = jnp.int32(needed.count)
 
         @pl.when(count > 0)
         def _():
-            program.pipeline.fill(i, ProductStage(q.at(here), k.at(here)))
-            program.pipeline.fill(i + 1, ProductStage(saved.do.at(here), v.at(here)))
+            first = ProductStage(inputs.q.at(here), inputs.k.at(here))
+            program.pipeline.fill(i, first)
+            second = ProductStage(inputs.saved.do.at(here), inputs.v.at(here))
+            program.pipeline.fill(i + 1, second)
 
         return i + 2 * count
 
@@ -238,7 +228,7 @@ class Consumer(gradients.Consumer):
         rows = pl.ds(me * ROWS, ROWS)
         where = {**program.where, **program.key_rows}
         where = program.with_rows(where, me * ROWS, ROWS)
-        if program.plan.bias is not None:
+        if refs.bias is not None:
             view, *_ = prefetch.pair_values(spec)
             bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
             plgpu.copy_gmem_to_smem(view.at(where), bias, full)
@@ -265,8 +255,9 @@ def _compute(program: Program) -> None:
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
     _, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
-    total = (total * program.spec.dropout_scale).astype(program.dbias.dtype)
-    pairwise.store(program.dbias.at(consumer.where), total)
+    (output,) = program.outputs
+    total = (total * program.spec.dropout_scale).astype(output.dtype)
+    pairwise.store(output.at(consumer.where), total)
 
 
 def _add(consumer: Consumer, index, state):

@@ -29,9 +29,9 @@ from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
-from pallas_kernels.mosaic_gpu.forward_plan import Plan
-from pallas_kernels.mosaic_gpu.forward_program import Program
-from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.program import Where
 from pallas_kernels.program import pairs as pairs_of_block
 
@@ -187,7 +187,7 @@ class KeyLoop:
             return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
 
         shape = ROWS, self.plan.block_kv
-        qk = pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+        qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         refs.k.release(i)
         return qk
 

@@ -147,7 +147,7 @@ def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
     largest = max(size["h"], size["d"])
     if largest <= 128:
         return dict.fromkeys("hd", 64 if largest <= 64 else 128)
-    d = 32 if makes_dq_apart(size) else 16
+    d = 32 if separate_dq(size) else 16
     return {"h": _multiple(size["h"], 32), "d": _multiple(size["d"], d)}
 
 
@@ -155,33 +155,35 @@ def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-def makes_dq_apart(size: Mapping[str, int]) -> bool:
+def separate_dq(size: Mapping[str, int]) -> bool:
     """Whether the gradients of a head are too many registers for one kernel."""
     h, d = _multiple(size["h"], 32), _multiple(size["d"], 16)
     return max(h, d) > 192 or h + d > 320
 
 
-def computes_ahead(width: Mapping[str, int]) -> bool:
-    """Whether there is room for products of the next queries, and what pairs have.
+def pipelines_scores(width: Mapping[str, int]) -> bool:
+    """Whether the scores of the next work tile are computed during this one.
 
-    Room in registers and in shared memory.
+    There is room for that, and for what is prefetched of its pairs, in registers and in
+    shared memory, for heads up to 128.
     """
     return max(width.values()) <= 128
 
 
-def waits_early(width: Mapping[str, int], spec: AttentionSpec) -> bool:
-    """Whether registers suffice for all exponents of a tile before dp is there.
+def overlaps_exponents(width: Mapping[str, int], spec: AttentionSpec) -> bool:
+    """Whether all exponents of a work tile are computed while the product for dp runs.
 
-    Not with dropout beside heads of 64: 204 bytes are spilled, and gradients take 6.4
-    ms in place of 4.3 (NVIDIA H100: 075-what-the-kernels-for-hopper-wait-for.md).
+    Registers suffice for that, but not with dropout beside heads of 64: 204 bytes are
+    spilled, and gradients take 6.4 ms in place of 4.3 (NVIDIA H100:
+    075-what-the-kernels-for-hopper-wait-for.md).
     """
     narrow = max(width.values()) <= 64
-    return computes_ahead(width) and not (narrow and spec.dropout is not None)
+    return pipelines_scores(width) and not (narrow and spec.dropout is not None)
 
 
-def warps_that_add(width: Mapping[str, int]) -> int:
-    """Of the backward kernel, which add dq to global memory."""
-    return measured.up_to(measured.here().numbers.adders, max(width.values()))
+def adder_warps(width: Mapping[str, int]) -> int:
+    """How many warps of a thread block add dq to global memory."""
+    return measured.up_to(measured.here().numbers.adder_warps, max(width.values()))
 
 
 def blocks_alike(spec: AttentionSpec) -> int | None:
@@ -191,12 +193,13 @@ def blocks_alike(spec: AttentionSpec) -> int | None:
     return measured.here().numbers.blocks_of_a_document if is_short else None
 
 
-def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
-    """How many sums of dq the backward kernel makes, so that programs wait less.
+def dq_accumulators(spec: AttentionSpec, layout: memory.TileGrid) -> int:
+    """How many accumulators dq is the sum of, so that thread blocks wait less.
 
-    All programs of a head that start together begin with the same block of queries: the
-    last of n waits for n - 1 additions. In a call of many heads that happens once in a
-    long time. Each sum is as large as dq, in float32, but then there are few heads.
+    All thread blocks of a head that start together begin with the same block of
+    queries: the last of n waits for n - 1 additions. In a call of many heads that
+    happens once in a long time. Each accumulator is as large as dq, in float32, but
+    then there are few heads.
 
     Args:
       layout: of the kernel.
@@ -210,12 +213,13 @@ def sums_of_dq(spec: AttentionSpec, layout: memory.Layout) -> int:
     programs = max(1.0, layout.tiles / device.multiprocessors())
     tiles = programs * heads * queries * part  # of a multiprocessor
     until = numbers.addition_part * (layout.in_turn - 1) / max(tiles, 1.0)
-    sums = 1
-    while sums < numbers.most_accumulators and until > sums * numbers.first_turns_part:
-        if 2 * sums * numbers.rows_of_an_accumulator > layout.size["t"]:
+    count = 1
+    while count < numbers.most_accumulators:
+        rows = 2 * count * numbers.rows_of_an_accumulator
+        if until <= count * numbers.first_turns_part or rows > layout.size["t"]:
             break
-        sums *= 2
-    return sums
+        count *= 2
+    return count
 
 
 def of_backward(heads: tuple[int, int]) -> dict[str, Blocks] | None:
@@ -228,10 +232,10 @@ def of_backward(heads: tuple[int, int]) -> dict[str, Blocks] | None:
     """
     size, table = dict(zip("hd", heads, strict=True)), measured.here()
     width = head_tiles(size)
-    if makes_dq_apart(size):
+    if separate_dq(size):
         return {x: table.blocks_of(x, max(heads)) for x in ("dkv", "dq")}
     fills = sum(heads) >= table.numbers.filled_part * sum(width.values())
-    if computes_ahead(width) and not fills:
+    if pipelines_scores(width) and not fills:
         return None
     return {"backward": table.blocks_of("backward", max(width.values()))}
 
@@ -239,7 +243,7 @@ def of_backward(heads: tuple[int, int]) -> dict[str, Blocks] | None:
 def of_dbias(size: Mapping[str, int]) -> Blocks | None:
     """Blocks of the kernel for a bias's gradient; None where heads do not fit it."""
     width = head_tiles(size)
-    fits = size["h"] == size["d"] and computes_ahead(width)
+    fits = size["h"] == size["d"] and pipelines_scores(width)
     return measured.here().blocks_of("dbias", max(width.values())) if fits else None
 
 
@@ -251,7 +255,7 @@ def no_backward(call: Call, rows: Mapping[str, int], programs: float) -> str | N
       programs: for each multiprocessor.
     """
     width, numbers = head_tiles(call.size), measured.here().numbers
-    if call.spec.is_part and not computes_ahead(width):
+    if call.spec.is_part and not pipelines_scores(width):
         return "parts in float32 of heads above 128 do not fit shared memory"
     capped = call.spec.score.keeps_scores
     if capped and max(width.values()) in numbers.widths_that_keep_no_scores:

@@ -1,7 +1,7 @@
 """The gradient of queries for Hopper, by itself (Dao 2023, algorithm 2).
 
 This kernel is for wide heads, whose gradients do not fit one kernel's registers
-(`tuning.makes_dq_apart`), and `dkv` then makes the gradients of keys and values. Grid:
+(`tuning.separate_dq`), and `dkv` then makes the gradients of keys and values. Grid:
 (query blocks, query heads, batch axes). A thread block owns a block of queries and
 visits the blocks of keys that it meets. No thread block waits for another.
 
@@ -32,11 +32,12 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import gradients, memory, support
-from pallas_kernels.mosaic_gpu.gradients import F32, Inputs, Plan, Saved
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Plan, Saved
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
 
@@ -58,7 +59,7 @@ def dq(
     """
     inputs = Inputs(q, k, v, spec, Saved(*saved))
     operands, by_block = inputs.with_outputs([output]), spec.traits.cost_grows
-    layout = memory.Layout.of("dq", operands, launch, by_block=by_block)
+    layout = memory.TileGrid.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(
         _kernel,
@@ -102,40 +103,28 @@ class Refs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(gradients.Program):
     """A thread block, which owns a block of queries.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      dq: the result, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded.
-      where: the place of the thread block.
       start: its first query.
       needed: the blocks of keys that it visits.
       count: how many they are.
     """
 
     plan: Plan
-    inputs: Inputs
-    dq: memory.View
     refs: Refs
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     start: Any
     needed: Range
     count: Any
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, result, refs: Refs) -> Program:
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         warpgroup = lax.axis_index("warpgroup")
         spec, where, start = query_start(inputs.spec, plan.layout)
         needed = key_blocks(spec, where, plan.layout, start)
-        known = plan, inputs, result, refs, warpgroup
-        return cls(*known, spec, where, start, needed, jnp.int32(needed.count))
+        own = start, needed, jnp.int32(needed.count)
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
 
     def keys_at(self, i) -> Rows:
         """The rows of the i-th block of keys that is visited."""
@@ -184,8 +173,7 @@ class Consumer(gradients.Consumer):
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    (result,) = outputs
-    program = Program.of(plan, inputs, result, refs)
+    program = Program.of(plan, inputs, outputs, refs)
     gradients.run_roles(program, _load, _compute)
 
 
@@ -203,7 +191,7 @@ def _compute(program: Program) -> None:
     """The role of a consumer: dq of its queries."""
     consumer, me = Consumer.start(program), program.warpgroup
     plgpu.barrier_wait(program.refs.queries_full.at[me])
-    accumulator = plgpu.ACC((ROWS, program.plan.width["h"]), F32)
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, program.plan.width["h"]), F32)
     total = pl.run_scoped(functools.partial(_walk, consumer), accumulator)
     _store(consumer, total)
 
@@ -282,12 +270,12 @@ def _store(consumer: Consumer, total: jax.Array) -> None:
     Args:
       total: dq over `AttentionSpec.gradient_unit`.
     """
-    program = consumer.program
+    program, (output,) = consumer.program, consumer.program.outputs
     tile = program.refs.q.ref.at[program.warpgroup]
     # A row without keys may have met values that are not finite.
     has_keys = support.ARITHMETIC.along(consumer.lse, -2, total.shape) != jnp.inf
     total = jnp.where(has_keys, total * consumer.spec.gradient_unit, 0.0)
-    tile[...] = total.astype(program.dq.dtype)
+    tile[...] = total.astype(output.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, program.dq.at(consumer.where))
+    plgpu.copy_smem_to_gmem(tile, output.at(consumer.where))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -60,10 +60,10 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import gradients
-from pallas_kernels.mosaic_gpu.backward_consumer import compute
-from pallas_kernels.mosaic_gpu.backward_plan import Plan, Program, Refs
-from pallas_kernels.mosaic_gpu.gradients import Inputs, Saved
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.backward_consumer import compute
+from pallas_kernels.mosaic_gpu.hopper.backward_plan import Plan, Program, Refs
+from pallas_kernels.mosaic_gpu.hopper.gradients import Inputs, Saved
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
 
@@ -137,14 +137,14 @@ def _produce(program: Program) -> None:
     @plgpu.warp_map
     def _(warp):
         pl.when(warp == 0)(lambda: gradients.load(program))
-        for first in range(program.plan.adders):
+        for first in range(program.plan.adder_warps):
             pl.when(warp == 1 + first)(functools.partial(_add, program, first))
 
 
 def _add(program: Program, first: int) -> None:
     """Adds dq of every work tile, or of every other one where two warps add."""
 
-    @pl.loop(first, program.tiles.count, step=program.plan.adders)
+    @pl.loop(first, program.tiles.count, step=program.plan.adder_warps)
     def _(tile):
         _add_tile(program, tile)
 

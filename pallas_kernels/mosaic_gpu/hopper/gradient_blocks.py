@@ -17,18 +17,16 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import (
+from pallas_kernels.mosaic_gpu import memory, shared_memory, support
+from pallas_kernels.mosaic_gpu.hopper import (
     backward_plan,
     dbias,
     dkv,
     dq,
     gradients,
-    memory,
-    shared_memory,
-    support,
     tuning,
 )
-from pallas_kernels.mosaic_gpu.tuning import ROWS
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 
 # Rows of blocks of queries and of keys that each kernel can have.
 #
@@ -51,7 +49,7 @@ FIELDS = {"backward": "dkv", "dkv": "dkv", "dq": "dq", "dbias": "dbias"}
 def consumers(kernel: str, blocks: Blocks) -> int:
     """How many warpgroups of a kernel compute."""
     if kernel == "dkv":
-        return dkv._CONSUMERS
+        return dkv.CONSUMERS
     return (blocks.block_kv if kernel == "backward" else blocks.block_q) // ROWS
 
 
@@ -83,7 +81,7 @@ def num_bytes(
       pair_values: dtype of values of pairs whose tiles come by TMA, or None.
     """
     launch = Launch(blocks, None, support.ARITHMETIC, False, 1)
-    layout = cast(memory.Layout, _Sizes(size))
+    layout = cast(memory.TileGrid, _Sizes(size))
     known = launch, layout, consumers(kernel, blocks), jnp.bfloat16
     if kernel == "backward":
         options = 1, in_float32, False, False
@@ -121,7 +119,7 @@ def unfit(
         return f"num_warps={blocks.num_warps} is not {warps}, 4 for each warpgroup"
     width = tuning.head_tiles(size)
     # What comes next is waited for while a kernel still reads what it has.
-    pipelined = kernel != "backward" or tuning.computes_ahead(width)
+    pipelined = kernel != "backward" or tuning.pipelines_scores(width)
     if pipelined and blocks.num_stages < 2:
         return f"num_stages={blocks.num_stages} is less than 2"
     if kernel == "backward" and pipelined and _cuts_a_part(blocks, width["h"]):

@@ -19,11 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows, load_tree
-from pallas_kernels.mosaic_gpu import clear_keys, gradients, prefetch, support
-from pallas_kernels.mosaic_gpu.backward_plan import Program
-from pallas_kernels.mosaic_gpu.gradients import F32
+from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
+from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
+from pallas_kernels.mosaic_gpu.hopper.gradients import F32
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, query_head
 
 
@@ -139,7 +140,7 @@ def compute(program: Program) -> None:
         attended = clear_keys.attended_keys(program.spec, kept, consumer.where, size)
         for operand in (refs.k, refs.v):
             clear_keys.clear(operand.ref.at[0, consumer.rows], attended)
-    accumulators = (plgpu.ACC((ROWS, plan.width[x]), F32) for x in "hd")
+    accumulators = (plgpu.WGMMAAccumulatorRef((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
     _store(consumer, dk, dv)
@@ -212,7 +213,8 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
     plgpu.wgmma_wait(0)
     program.do_pipeline.release(number)
-    dq_acc, qk_acc = plgpu.ACC(plan.dq_part.shape, F32), [plan.accumulator] * pipelined
+    dq_acc = plgpu.WGMMAAccumulatorRef(plan.dq_part.shape, F32)
+    qk_acc = [plan.accumulator] * pipelined
     qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
     return qk, prefetched
 
@@ -302,7 +304,7 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
       dk, dv: what `_walk` gave.
     """
     program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
-    _, dk_out, dv_out = program.outputs
+    dk_out, dv_out = program.outputs[1:]
     in_float32 = consumer.plan.in_float32
     if in_float32:
 

@@ -17,7 +17,7 @@ from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     DynamicTiles,
     StaticTiles,
@@ -71,7 +71,8 @@ class Program:
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         words, taken = refs.tile_words.ref, refs.tile_taken
         scheduler = tiles_of(plan.schedule, thread_block, words, taken)
-        return cls(plan, *inputs, *outputs, refs, warpgroup, scheduler)
+        (q, k, v, spec), (o, lse) = inputs, outputs
+        return cls(plan, q, k, v, spec, o, lse, refs, warpgroup, scheduler)
 
     def work_tile(self, slot) -> WorkTile:
         """The work tile in a slot of the thread block."""

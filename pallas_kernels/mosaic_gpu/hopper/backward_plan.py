@@ -16,15 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import gradients, memory, support, tuning
-from pallas_kernels.mosaic_gpu.gradients import (
+from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu.hopper import gradients, tuning
+from pallas_kernels.mosaic_gpu.hopper.gradients import (
     F32,
     Inputs,
     KeyProgram,
     declare_stages,
 )
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan(gradients.Plan):
       in_float32: whether dk and dv are, which are parts then (`division`).
       drops_keys: whether keys that no query attends to must become zeros.
       overlaps_exponents: whether all exponents of a work tile are computed while the
-        product for dp runs (`tuning.waits_early`).
+        product for dp runs (`tuning.overlaps_exponents`).
     """
 
     dq_accumulators: int
@@ -48,7 +49,7 @@ class Plan(gradients.Plan):
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
         spec, operands = inputs.spec, inputs.with_outputs(outputs)
         alike = tuning.blocks_alike(spec)
-        layout = memory.Layout.of(
+        layout = memory.TileGrid.of(
             "dkv", operands, launch, by_block=True, blocks_alike=alike
         )
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
@@ -57,10 +58,10 @@ class Plan(gradients.Plan):
             layout,
             consumers=launch.blocks.block_kv // ROWS,
             dtype=dtype,
-            dq_accumulators=tuning.sums_of_dq(spec, layout),
+            dq_accumulators=tuning.dq_accumulators(spec, layout),
             in_float32=bool(layout.parts) or outputs[1].dtype != dtype,
             drops_keys=spec.drops_keys,
-            overlaps_exponents=tuning.waits_early(width, spec),
+            overlaps_exponents=tuning.overlaps_exponents(width, spec),
         )
 
     @property
@@ -70,7 +71,7 @@ class Plan(gradients.Plan):
         There is room for that, in registers and in shared memory, for heads up to 128.
         What the pairs of the next tile have in global memory is then prefetched, too.
         """
-        return tuning.computes_ahead(self.width)
+        return tuning.pipelines_scores(self.width)
 
     @property
     def dz_stages(self) -> int:
@@ -82,9 +83,9 @@ class Plan(gradients.Plan):
         return 2 if self.pipelines_scores else 1
 
     @property
-    def adders(self) -> int:
+    def adder_warps(self) -> int:
         """How many warps of the producer warpgroup add dq to global memory."""
-        return tuning.warps_that_add(self.width)
+        return tuning.adder_warps(self.width)
 
     @property
     def pair_block(self) -> dict[str, int]:

@@ -24,10 +24,10 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES, Schedule
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 
 MOST_WARPGROUPS = 3  # that compute
 # Most passes over work tiles after the first one.
@@ -248,7 +248,7 @@ class Plan:
     """
 
     launch: Launch
-    layout: memory.Layout
+    layout: memory.TileGrid
     schedule: Schedule
     storage: Storage
     all_running: int
@@ -268,7 +268,7 @@ class Plan:
     ) -> Plan:
         """The plan of a call, whose arguments are those of `forward`."""
         arrays = [*operands, *jax.tree.leaves(spec), *outputs]
-        layout = memory.Layout.of(
+        layout = memory.TileGrid.of(
             "forward", arrays, launch, by_block=spec.traits.cost_grows
         )
         # In ring attention a collective occupies some multiprocessors. Thread blocks
@@ -334,7 +334,7 @@ class Plan:
 
 
 def _storage(
-    spec: AttentionSpec, layout: memory.Layout, dtypes: tuple, blocks: Blocks
+    spec: AttentionSpec, layout: memory.TileGrid, dtypes: tuple, blocks: Blocks
 ) -> Storage:
     """What shared memory holds, with barriers and words of any schedule.
 

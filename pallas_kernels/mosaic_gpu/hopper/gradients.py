@@ -33,12 +33,13 @@ from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support, tuning
+from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
+from pallas_kernels.mosaic_gpu.hopper import tuning
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
-from pallas_kernels.mosaic_gpu.tuning import ROWS
 from pallas_kernels.program import Where, key_program, with_end
 from pallas_kernels.program import pairs as pairs_of_block
 
@@ -81,7 +82,7 @@ class Inputs(NamedTuple):
         arrays = self.q, self.k, self.v
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
 
-    def with_visits(self, layout: memory.Layout) -> Inputs:
+    def with_visits(self, layout: memory.TileGrid) -> Inputs:
         return self._replace(visits=visits_of(self.spec, layout))
 
 
@@ -97,7 +98,7 @@ class Plan:
     """
 
     launch: Launch
-    layout: memory.Layout
+    layout: memory.TileGrid
     consumers: int
     dtype: Any
 
@@ -125,7 +126,8 @@ class Plan:
     @property
     def accumulator(self):
         """Registers in which a product of the block's queries and keys is summed."""
-        return plgpu.ACC(tuple(self.pair_block.values()), F32)
+        rows, columns = self.pair_block.values()
+        return plgpu.WGMMAAccumulatorRef((rows, columns), F32)
 
     def pairs(self, spec: AttentionSpec, where: Where, masked) -> Pairs:
         """The block of pairs at `where`.
@@ -134,8 +136,8 @@ class Plan:
           spec: with what does not vary inside the loop loaded.
           masked: whether some of them may be masked.
         """
-        order = tuple(self.pair_block)
-        return pairs_of_block(spec, where, order, masked, self.launch)
+        rows, columns = self.pair_block
+        return pairs_of_block(spec, where, (rows, columns), masked, self.launch)
 
     @functools.cached_property
     def width(self) -> dict[str, int]:
@@ -212,13 +214,13 @@ class Plan:
         barriers.barrier(self.consumers).sync()
 
 
-def run_roles(program, produce: Callable, consume: Callable) -> None:
+def run_roles(program: Program, produce: Callable, consume: Callable) -> None:
     """Runs the role of this warpgroup: the last one produces, all others consume.
 
     The producer gives up registers, and the consumers take them.
 
     Args:
-      program: a thread block, with its `plan` and the number of this `warpgroup`.
+      program: a thread block.
       produce, consume: the roles, functions of the thread block.
     """
     consumers, warpgroup = program.plan.consumers, program.warpgroup
@@ -233,6 +235,29 @@ def run_roles(program, produce: Callable, consume: Callable) -> None:
     def _():
         plgpu.set_max_registers(more, action="increase")
         consume(program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A thread block.
+
+    Attributes:
+      plan: of the kernel.
+      inputs: the operands, as they are in global memory.
+      outputs: the results, likewise.
+      refs: its shared memory.
+      warpgroup: the number of the warpgroup that runs this.
+      spec: with scalars loaded.
+      where: the place of the thread block.
+    """
+
+    plan: Any
+    inputs: Inputs
+    outputs: Sequence[memory.View]
+    refs: Any
+    warpgroup: Any
+    spec: AttentionSpec
+    where: Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,29 +337,15 @@ def declare_stages(plan: Plan, q: Tile, do: Tile) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyProgram:
-    """A thread block that owns a block of keys.
+class KeyProgram(Program):
+    """A thread block that owns a block of keys. Its spec is without its `keys`.
 
     It visits work tiles: a block of queries of one query head of its group each.
 
     Attributes:
-      plan: of the kernel.
-      inputs: the operands, as they are in global memory.
-      outputs: the results, likewise.
-      refs: its shared memory.
-      warpgroup: the number of the warpgroup that runs this.
-      spec: with scalars loaded, and without `AttentionSpec.keys`.
-      where: the place of the thread block.
       tiles: its work tiles.
     """
 
-    plan: Any
-    inputs: Inputs
-    outputs: Sequence[Any]
-    refs: Any
-    warpgroup: Any
-    spec: AttentionSpec
-    where: Where
     tiles: Tiles
 
     @classmethod
@@ -388,15 +399,16 @@ class KeyProgram:
 
 def load(program: KeyProgram) -> None:
     """The producer loads the block's keys and values, then queries tile by tile."""
-    refs, (q, k, v, _, saved, _) = program.refs, program.inputs
-    for array, held in ((k, refs.k), (v, refs.v)):
+    refs, inputs = program.refs, program.inputs
+    saved = inputs.saved
+    for array, held in ((inputs.k, refs.k), (inputs.v, refs.v)):
         source, target = array.at(program.block), held.copied.at[0]
         plgpu.copy_gmem_to_smem(source, target, refs.keys_full)
 
     @pl.loop(0, program.tiles.count)
     def _(tile):
         here = program.tiles.at(tile)
-        queries = QueryStage(q.at(here), saved.lse.at(here))
+        queries = QueryStage(inputs.q.at(here), saved.lse.at(here))
         program.query_pipeline.fill(tile, queries)
         outputs = OutputStage(saved.do.at(here), saved.delta.at(here))
         program.do_pipeline.fill(tile, outputs)

@@ -1,0 +1,254 @@
+"""Backend "mosaic_gpu": Pallas kernels for Hopper that lower to Mosaic GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device, passes
+from pallas_kernels.backend import Call, Declined, Pass, Plan
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core import clear, flash2
+from pallas_kernels.core.axes import Named, batch_axes, operand_sum
+from pallas_kernels.division import words
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support
+from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
+from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
+from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
+from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
+from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
+from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
+from pallas_kernels.mosaic_gpu.hopper.forward import forward as forward_kernel
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_HEAD_SIZE = 256
+
+_ARITHMETIC = dataclasses.replace(
+    support.ARITHMETIC,
+    masked=pairwise.masked,
+    bits=dropout.bits,
+    where_below=dropout.where_below,
+    drops_by_sign=True,
+)
+
+lowering_context = support.lowering_context
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan(Plan):
+    """Of a pass.
+
+    Attributes:
+      launch: blocks and the rest of its kernel.
+      slower: why the next backend is faster, or None.
+      words: how the work is divided.
+      dq: of the kernel for the gradient of query, if that is one of its own.
+    """
+
+    launch: Launch
+    slower: str | None = None
+    words: tuple[str, ...] = ()
+    dq: Launch | None = None
+
+
+def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
+    """The plan of a pass (`backend.Backend`)."""
+    why_not = _unsupported(call)
+    if why_not is not None:
+        return Declined(why_not)
+    return {
+        "forward": _forward_plan,
+        "backward": _backward_plan,
+        "operand_gradients": _operand_plan,
+    }[pass_](call)
+
+
+def _unsupported(call: Call) -> str | None:
+    """Why this backend has no kernels for a call here and now, or None."""
+    if call.interpret:
+        return "its kernels are not interpreted"
+    if device.capability() != 90:
+        return f"compute capability {device.capability() / 10} is not 9.0 (Hopper)"
+    if call.dtype not in DTYPES:
+        return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if call.is_symbolic:
+        return "the kernels need static sizes, and this call has a symbolic one"
+    largest = max(call.head_sizes)
+    if largest > MAX_HEAD_SIZE:
+        return f"head size {largest} is above {MAX_HEAD_SIZE}"
+    if pairwise.has_other_masks(call.spec):
+        return "a mask with an element for each pair is combined with another by | or &"
+    return None
+
+
+def _forward_plan(call: Call) -> Plan | Declined:
+    spec, config = call.spec, call.config
+    if config is not None and config.splits not in (None, 1):
+        return Declined(
+            f"Config(splits={config.splits}): the forward's programs are not divided"
+        )
+    blocks = _blocks(call)
+    if odd := spec.odd_stripe(t=tuning.ROWS, s=blocks.block_kv):
+        return Declined(f"blocks would lie in several stripes of {odd} rows")
+    output_dtype = jnp.float32 if spec.is_part else call.dtype
+    why_not = forward_plan.unfit(blocks, _heads(call), output_dtype)
+    if why_not is not None:
+        return Declined(why_not)
+    slower = None
+    if config is None or config.forward is None:
+        copied = memory.copies_operands(call.size)
+        slower = tuning.slower(call, _programs(call), copied)
+    return _Plan(_launch(blocks, call.precision, splits=1), slower)
+
+
+def _backward_plan(call: Call) -> Plan | Declined:
+    spec, config = call.spec, call.config
+    blocks = gradient_blocks.of_call(call)
+    if isinstance(blocks, str):
+        return Declined(blocks)
+    launches = _backward_launches(call, blocks)
+    launch = launches.get("backward") or launches["dkv"]
+    layout = memory.TileGrid.of("dkv", call.operands, launch)
+    programs = layout.tiles / device.multiprocessors()
+    why_not = tuning.no_backward(call, layout.rows, programs)
+    if why_not is not None:
+        return Declined(why_not)
+    if "dq" in blocks and (
+        odd := spec.odd_stripe(t=tuning.ROWS, s=blocks["dq"].block_kv)
+    ):
+        return Declined(f"blocks would lie in several stripes of {odd} rows")
+    slower = None
+    if config is None or not (config.dkv or config.dq):
+        makes_gradient = not isinstance(gradient_blocks.of_operand(call), str)
+        slower = tuning.slower_backward(call, makes_gradient=makes_gradient)
+    divided = filter(None, [words("dkv", layout.parts)])
+    return _Plan(launch, slower, tuple(divided), launches.get("dq"))
+
+
+def _operand_plan(call: Call) -> Plan | Declined:
+    blocks = gradient_blocks.of_operand(call)
+    if isinstance(blocks, str):
+        return Declined(blocks)
+    splits = None if call.config is None else call.config.splits
+    launch = _launch(blocks, call.precision, splits)
+    (operand,) = call.spec.score.operands.values()
+    _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
+    tiles = dbias_grid(call.operands, launch, looped)
+    return _Plan(launch, words=tuple(filter(None, [words("dbias", tiles.parts)])))
+
+
+def _heads(call: Call) -> tuple[int, int]:
+    width = memory.forward_tiles(call.size)
+    return width["h"], width["d"]
+
+
+def _blocks(call: Call) -> Blocks:
+    chosen = None if call.config is None else call.config.forward
+    keys = call.spec.mean_keys(call.size["s"])
+    return chosen or tuning.choose(_heads(call), keys, call.spec)
+
+
+def _programs(call: Call) -> float:
+    """Tiles of the forward kernel for each multiprocessor."""
+    names = (*batch_axes(call.operands), "n")
+    others = [call.size[name] for name in names if name in call.size]
+    blocks = -(-call.size["t"] // _blocks(call).block_q)
+    return blocks * math.prod(others) / device.multiprocessors()
+
+
+def forward(plan: _Plan, call: Call, outputs):
+    """Output and log-sum-exp (`backend.Backend`)."""
+    spec = pairwise.in_words(call.spec, "s").with_keys(call.size["s"])
+    spec = _with_table(spec, plan.launch.blocks, call.size)
+    operands = call.query, call.key, call.value, spec
+    return forward_kernel(*operands, outputs, launch=plan.launch)
+
+
+def _with_table(spec, blocks: Blocks, size):
+    """The spec with what says which blocks of keys those of queries meet."""
+    rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
+    return spec.with_table("s", *rows)
+
+
+def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
+    return Launch(blocks, precision, _ARITHMETIC, False, splits)
+
+
+def _backward_launches(call: Call, blocks: Mapping[str, Blocks]) -> dict[str, Launch]:
+    """Of the kernels for the gradients of query, key and value."""
+    splits = None if call.config is None else call.config.splits
+    divided = tuning.pipelines_scores(tuning.head_tiles(call.size)) or "dkv" in blocks
+    # The work of `dq` is not divided. For heads above 128 `backward` has no room for
+    # sums in float32.
+    whole = {"dq", *(() if divided else ("backward",))}
+    return {
+        kernel: _launch(x, call.precision, 1 if kernel in whole else splits)
+        for kernel, x in blocks.items()
+    }
+
+
+def _unit(spec, axes):
+    """`AttentionSpec.gradient_unit` against an array with these axes."""
+    score = spec.score
+    if score.factor is not None:
+        score = dataclasses.replace(score, factor=score.factor.to(axes))
+    return dataclasses.replace(spec, score=score).gradient_unit
+
+
+def _of_bias(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
+    """Runs the kernel for the gradient of a bias (`passes.score_operand`)."""
+    assert kernel == "dbias" and looped == "s"
+    options.pop("field")  # it is the only one
+    spec = _with_table(pairwise.in_words(spec, "s"), launch.blocks, size)
+    return dbias_kernel(q, k, v, spec, saved, *outputs, launch=launch, **options)
+
+
+def backward(plans, call: Call, saved, wanted):
+    """Gradients (`backend.Backend`)."""
+    sink, spec = call.spec.sink, dataclasses.replace(call.spec, sink=None)
+    q, k, v = call.query, call.key, call.value
+    transposed = pairwise.in_words(spec, "t")
+    o, lse, do, dlse = saved
+    q, do = (clear.masked_rows(spec, clear.padding(spec, x), lse) for x in (q, do))
+    k_clear, v_clear = (
+        clear.dropped_keys(transposed, clear.padding(spec, x)) for x in (k, v)
+    )
+    delta = passes.delta_of(o, lse, do, dlse)
+    # With a bias, rows of zeros beyond the array have scores of any size.
+    padded = memory.Filled(flash2.lse_log2(lse.value), lse.axes, flash2.PADDING_LSE)
+    rows, gradients = (padded, delta, do), {}
+    if "backward" in plans:
+        of_q, of_k, of_v = (wanted[name] for name in ("query", "key", "value"))
+        launch = plans["backward"].launch
+        of_dq = plans["backward"].dq
+        if of_dq is not None:
+            tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
+            dq = dq_kernel(q, k_clear, v_clear, tabled, rows, of_q, launch=of_dq)
+            outputs = of_k, of_v
+            dk, dv = dkv_kernel(
+                q, k_clear, v_clear, transposed, rows, outputs, launch=launch
+            )
+        else:
+            wide = Named(jax.ShapeDtypeStruct(of_q.shape, jnp.float32), of_q.axes)
+            keyed = transposed.with_keys(call.size["s"])
+            outputs = wide, of_k, of_v
+            dq, dk, dv = backward_kernel(q, k, v, keyed, rows, outputs, launch=launch)
+            axes = [None if a == "h" else a for a in of_q.axes]
+            dq = jnp.where(lse.to(axes) == -jnp.inf, 0.0, dq * _unit(spec, axes))
+            dq = dq.astype(of_q.dtype)
+        gradients = {"query": dq, "key": dk, "value": dv}
+    if "operand_gradients" in plans:
+        (name,) = spec.score.operands
+        launch = plans["operand_gradients"].launch
+        of_bias = functools.partial(_of_bias, launch, call.size)
+        operands = q, k_clear, v_clear, spec, rows, wanted[name], name
+        gradients[name] = passes.score_operand(of_bias, *operands)
+    if "sink" in wanted:
+        gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])
+    return gradients
