@@ -7,7 +7,7 @@ as that no result changes.
 
     python -m tests.mutants                  all of them
     python -m tests.mutants dropout window   those whose name matches one of these
-    python -m tests.mutants --check          one place for each, and a file of tests
+    python -m tests.mutants --check          each has one place, and tests to see it
     python -m tests.mutants --clean          the same tests without any fault must pass
 
 The exit code is 1 if a fault survives without a reason, or could not be judged.
@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jax_flash2", "pallas_kernels")
@@ -148,10 +150,28 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
             mutant.place(texts)
         except ValueError as error:
             found.append(str(error))
-        file = shlex.split(mutant.tests)[0].partition("::")[0]
-        if not (ROOT / file).is_file():
-            found.append(f"{mutant.name}: there is no file {file}")
+    collected = collect()
+    for tests in sorted({mutant.tests for mutant in mutants}):
+        if not any(selects(tests, test) for test in collected):
+            found.append(f"no test is selected by {tests}")
     return found
+
+
+def collect() -> list[str]:
+    """Names of all tests, deep ones too."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if "::" in line]
+
+
+def selects(tests: str, test: str) -> bool:
+    """Whether arguments of pytest, a path and `-k` with words, select a test."""
+    path, *options = shlex.split(tests)
+    words = options[options.index("-k") + 1] if "-k" in options else ""
+    if not test.startswith(path):
+        return False
+    named = Expression.compile(words or "tests")
+    return named.evaluate(lambda word, **_: word.lower() in test.lower())
 
 
 def copy_project(folder: Path) -> None:

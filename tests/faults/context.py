@@ -167,7 +167,7 @@ MUTANTS = [
             "rows in the order of devices",
             "Named(self.in_order(parts.reshape(shape), axis), x.axes)",
             "Named(parts.reshape(shape), x.axes)",
-            one("causal", "gather", "32"),
+            one("pairwise_1", "gather", "32"),
         ),
     ),
 ]

@@ -151,16 +151,18 @@ def _register_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ALL = (*CASES, EVERYTHING)
 # Of JAX's interpreter each takes ten seconds of a core; GPUs run them all.
-_BY_THREADS = ("window_offset", "segments_causal_gqa", "dropout_bias")
+_BY_THREADS = ("segments_causal_gqa",)
 _BY_THREADS_DEEP = (
-    *(case.name for case in PAIRWISE),
-    *[case.name for case in ALL if max(case.h, case.d) <= 256][::8],
+    *("window_offset", "dropout_bias", "pairwise_3"),
+    *(case.name for case in PAIRWISE[::2]),
+    *[case.name for case in ALL if max(case.h, case.d) <= 256][::12],
     *("everything_served", "bias_half", "bias_half_heads"),  # these come by TMA
 )
-RUNNERS = {
-    name: Runner(options, one_of_each=name == "triton" and not ON_GPU)
-    for name, options in WITH_BLOCKS.items()
-}
+RUNNERS = {name: Runner(options) for name, options in WITH_BLOCKS.items()}
+if not ON_GPU:
+    RUNNERS["triton"] = dataclasses.replace(
+        RUNNERS["triton"], first=PAIRWISE, one_of_each=True
+    )
 RUNNERS["reference"] = Runner(
     {"implementation": "reference"},
     dtypes=("float32",),

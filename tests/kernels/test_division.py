@@ -21,7 +21,7 @@ from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
 from tests.cases import FEATURES, INTERPRETED, ON_GPU, PAIRWISE, Case
-from tests.tiers import compiled, deep
+from tests.tiers import compiled, deep, deeply
 
 # On the CPU in small interpreted blocks.
 CONFIG = Config() if ON_GPU else INTERPRETED
@@ -62,7 +62,9 @@ PACKED = [*((name,) for name in FEATURES), *TOGETHER]
 
 @pytest.mark.parametrize("splits", [3, *compiled(None, 1)])
 @pytest.mark.parametrize(
-    "names", PACKED if ON_GPU else [*TOGETHER, ("dropout",)], ids="_".join
+    "names",
+    PACKED if ON_GPU else [TOGETHER[0], *deeply(*((x,) for x in TOGETHER[1:]))],
+    ids="_".join,
 )
 def test_few_queries(names, splits, record_property):
     place = PACKED.index(names)
@@ -75,12 +77,14 @@ def test_few_queries(names, splits, record_property):
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [
-        (("causal",), {"n": 6, "k": 1}),
         (("causal", "sinks"), {"n": 1, "k": 1, "t": 33}),
-        (("window", "segments"), {"n": 4, "k": 2}),
-        (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
         (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
-        (("mask", "offset"), {"n": 3, "k": 1, "t": 21}),
+        *deeply(
+            (("causal",), {"n": 6, "k": 1}),
+            (("window", "segments"), {"n": 4, "k": 2}),
+            (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
+            (("mask", "offset"), {"n": 3, "k": 1, "t": 21}),
+        ),
     ],
     ids=lambda x: "_".join(x) if isinstance(x, tuple) else "",
 )
