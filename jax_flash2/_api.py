@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -105,6 +106,8 @@ def attention(
     config: Config | None = None,
     context: Context | None = None,
     return_residual: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact attention in memory linear in the sequence lengths.
 
@@ -298,6 +301,8 @@ def attention(
         config=config,
         context=context,
         return_residual=return_residual,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)

@@ -84,6 +84,8 @@ def _unsupported(call: Call) -> str | None:
         return f"compute capability {device.capability() / 10} is not 9.0 (Hopper)"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if lacking := call.lacking(support.OPERATIONS):
+        return lacking
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     largest = max(call.head_sizes)

@@ -171,6 +171,7 @@ class Atom(abc.ABC):
       ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
         queries if and only if that is in the `q_range` of the keys. Ranges that are
         only safe do not promise that.
+      operations: what a kernel must have for it, as of a term of the score.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -178,6 +179,7 @@ class Atom(abc.ABC):
     limits: Limits
     has_ranges: bool
     ranges_are_exact: bool
+    operations: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:
@@ -289,6 +291,10 @@ class _Combined(Atom):
     @property
     def has_ranges(self) -> bool:
         return all(atom.has_ranges for atom in self._atoms)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return self.first.operations | self.second.operations
 
     @property
     def ranges_are_exact(self) -> bool:
