@@ -42,6 +42,8 @@ class _Options(TypedDict, total=False):
     implementation: str | None
     config: Config | None
     context: Context | None
+    score_mod: Callable | None
+    mask_mod: Callable | None
 
 
 @overload

@@ -50,14 +50,21 @@ class Mods:
         self._natural = frozenset(INDICES if is_start else set(INDICES) - {"q"})
         parts = shape.parts
         query, key = (_Rows(n, parts, layout) for n in (shape.t, shape.s))
-        batch = Named(np.arange(math.prod(shape.batch), dtype=np.int32), ("",))
-        batch = Named(jnp.reshape(batch.value, shape.batch), shape.batch_axes)
-        heads = Named(jnp.arange(math.prod(shape.heads), dtype=jnp.int32), ("n",))
-        heads = Named(heads.value.reshape(shape.heads), shape.head_axes)
+        batch, heads = (
+            Named(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), axes)
+            for sizes, axes in (
+                (shape.batch, shape.batch_axes),
+                (shape.heads, shape.head_axes),
+            )
+        )
         self._numbers = batch, heads
         self._places = {
-            "b": Place(batch.axes, batch, lambda x, i: _resized(x, i, shape.batch)),
-            "h": Place(heads.axes, heads, lambda x, i: _resized(x, i, shape.heads)),
+            "b": Place(
+                shape.batch_axes, batch, lambda x, i: _resized(x, i, shape.batch)
+            ),
+            "h": Place(
+                shape.head_axes, heads, lambda x, i: _resized(x, i, shape.heads)
+            ),
             "q": Place(("t",), query.numbers("t", offset), query.reader(offset)),
             "kv": Place(("s",), key.numbers("s", None), key.reader(None)),
         }
@@ -76,9 +83,13 @@ class Mods:
         traced = self._traced("score_mod", function, dtype)
         floats = float_reads(traced.program)
         bound = bind(traced, self._places, self._pairs, fixed=False)
-        derivative = of_bound(traced.derivative(dtype), bound, traced, floats)
-        numbers = self._asked(bound.program, derivative)
-        return ScoreMod(bound.arrays, *numbers, bound.program, derivative)
+        try:
+            derivative = traced.derivative(dtype)
+        except NotPointwise as error:
+            raise TypeError(f"score_mod has a derivative that {error}") from None
+        derivative = of_bound(derivative, bound, traced, floats)
+        entry, head = self._asked(bound.program, derivative)
+        return ScoreMod(bound.arrays, entry, head, bound.program, derivative)
 
     def mask(self, function: Any) -> MaskMod:
         """The mask that is a function of indices.
@@ -88,8 +99,9 @@ class Mods:
         """
         traced = self._traced("mask_mod", function, None)
         bound = bind(traced, self._places, self._pairs, fixed=True)
-        arrays = (Named(_bits(x.value), x.axes) for x in bound.arrays)
-        return MaskMod(tuple(arrays), *self._asked(bound.program), bound.program)
+        arrays = tuple(Named(_bits(x.value), x.axes) for x in bound.arrays)
+        entry, head = self._asked(bound.program)
+        return MaskMod(arrays, entry, head, bound.program)
 
     def _asked(self, *programs: Program) -> list[Named | None]:
         """The numbers of entries and heads that programs ask for."""
@@ -104,8 +116,8 @@ class Mods:
             raise TypeError(f"{name} {error}") from None
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise TypeError(
-                f"{name} must be a function of numbers that JAX can trace: with "
-                "jnp.where in place of if, and of NumPy's arrays jnp.asarray(array)[q]: "
+                f"{name} must be a function of numbers that JAX can trace, with "
+                "jnp.where in place of if, and jnp.asarray(x)[q] of a NumPy array: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         for x in traced.captured:

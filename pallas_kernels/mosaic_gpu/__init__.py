@@ -91,8 +91,8 @@ def _unsupported(call: Call) -> str | None:
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
-    if pairwise.has_other_masks(call.spec):
-        return "a mask with an element for each pair is combined with another by | or &"
+    if pairwise.has_other_arrays(call.spec):
+        return "an array with an element for each pair is part of a mask or a function"
     return None
 
 

@@ -131,7 +131,7 @@ def _single(x: Named | None, axes) -> intervals.Interval:
 def _ends(x: Named, blocks: dict[str, int], axes) -> intervals.Interval:
     """The smallest and the largest element of each block."""
     cut = blocked(x, blocks)
-    names = tuple(a for a in cut.axes if a not in axes)
+    names = tuple(str(a) for a in cut.axes if a not in axes)
     low, high = (reduced(cut, f, names).to(axes) for f in (jnp.min, jnp.max))
     return intervals.of_ends(low, high)
 

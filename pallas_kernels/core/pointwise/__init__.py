@@ -3,15 +3,18 @@
 from pallas_kernels.core.pointwise import intervals, tables
 from pallas_kernels.core.pointwise.binding import Bound, Place, bind, of_bound
 from pallas_kernels.core.pointwise.program import (
+    FLOAT_REMAINDERS,
     INDICES,
     OPERATIONS,
     SCORE,
     TABLES,
     Program,
 )
-from pallas_kernels.core.pointwise.trace import NotPointwise, Traced, float_reads, trace
+from pallas_kernels.core.pointwise.trace import Traced, float_reads, trace
+from pallas_kernels.core.pointwise.walk import NotPointwise
 
 __all__ = [
+    "FLOAT_REMAINDERS",
     "INDICES",
     "OPERATIONS",
     "SCORE",

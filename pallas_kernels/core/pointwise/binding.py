@@ -113,8 +113,8 @@ def _flat(tabled: list[int], args, shape, add: Callable) -> Argument:
         place = add(Step(jax.lax.clamp_p, (), (zero, place, end), "int32"))
         if flat is not None:
             size = Constant.of(np.int32(shape[axis]))
-            flat = add(Step(jax.lax.mul_p, (), (flat, size), "int32"))
-            place = add(Step(jax.lax.add_p, (), (flat, place), "int32"))
+            rows = add(Step(jax.lax.mul_p, (), (flat, size), "int32"))
+            place = add(Step(jax.lax.add_p, (), (rows, place), "int32"))
         flat = place
     assert flat is not None
     return flat

@@ -148,7 +148,8 @@ def _selected(step: Step, which, *cases) -> Interval:
 def _converted(step: Step, x) -> Interval:
     kind, wanted = jnp.asarray(x[0]).dtype, jnp.dtype(step.dtype)
     if kind == jnp.bool_ or (kind == jnp.int32 and wanted == jnp.float32):
-        return tuple(jnp.asarray(end).astype(wanted) for end in x)
+        low, high = (jnp.asarray(end).astype(wanted) for end in x)
+        return low, high
     if wanted == jnp.int32 and kind in (jnp.float32, jnp.int8, jnp.int16):
         near = (x[0] >= -_FAR) & (x[1] <= _FAR)
         ends = np.iinfo(np.int32)

@@ -23,22 +23,25 @@ INDICES = ("b", "h", "q", "kv")
 SCORE = "score"
 
 _NAMES = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz "
-    "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne "
-    "neg nextafter not or population_count pow rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan "
-    "tanh xor"
+    "abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt "
+    "ceil clamp clz convert_element_type cos cosh digamma div eq erf erf_inv erfc "
+    "exp exp2 expm1  floor ge gt integer_pow is_finite le lgamma log log1p logistic "
+    "lt max min mul ne  neg nextafter not or population_count pow rem round rsqrt "
+    "select_n shift_left  shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square sub tan  tanh xor"
 )
 POINTWISE = frozenset(_NAMES.split())  # of JAX's primitives
-OPERATIONS = POINTWISE | {"read"}  # of programs that read no tables
+FLOAT_REMAINDERS = "rem of floats"
+# Of programs that read no tables.
+OPERATIONS = POINTWISE | {"read", FLOAT_REMAINDERS}
 # Of finite numbers these give finite numbers (products of two unknown ones may not).
 _TOTAL = (
-    "abs add add_any and ceil clamp convert_element_type eq floor ge gt le logistic "
+    "abs add and ceil clamp convert_element_type eq floor ge gt le logistic "
     "lt max min ne neg not or population_count read round select_n shift_left "
     "shift_right_arithmetic shift_right_logical sign sub tanh xor"
 )
 _PLAIN_DTYPES = ("bool", "int32", "float32")
+_FLOATS = ("bfloat16", "float16")
 TABLES = "an array read at a computed index"
 
 
@@ -194,14 +197,7 @@ class Program:
     @property
     def operations(self) -> frozenset[str]:
         """What a kernel must have: primitives, and what is unusual, in words."""
-        found = {step.name for step in self.steps}
-        for step in self.steps:
-            is_plain = step.primitive is None or step.dtype in _PLAIN_DTYPES
-            found |= set() if is_plain else {f"arithmetic in {step.dtype}"}
-            found |= {TABLES} if step.primitive is None and step.args else set()
-            if step.name == "integer_pow" and dict(step.params)["y"] < 0:
-                found.add("negative powers")
-        return frozenset(found)
+        return frozenset().union(*map(_operations, self.steps))
 
     @property
     def is_total(self) -> bool:
@@ -218,6 +214,21 @@ class Program:
             return step.name in _TOTAL.split() or step.dtype in ("int32", "bool")
 
         return all(map(known, self.steps))
+
+
+def _operations(step: Step) -> set[str]:
+    if step.primitive is None:
+        is_plain = step.dtype in _PLAIN_DTYPES or step.dtype in _FLOATS
+        found = {"read"} if is_plain else {f"arrays of {step.dtype}"}
+        return {*found, TABLES} if step.args else found
+    found = {step.name}
+    if step.name == "rem" and step.dtype not in _PLAIN_DTYPES[:2]:
+        found = {FLOAT_REMAINDERS}
+    if step.dtype not in _PLAIN_DTYPES:
+        found.add(f"arithmetic in {step.dtype}")
+    if all(isinstance(x, Constant) for x in step.args):
+        found.add(f"{step.name} of a constant")
+    return found
 
 
 def as_dtype(x, dtype: str):
