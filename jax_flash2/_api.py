@@ -113,7 +113,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact attention in memory linear in the sequence lengths.
 
-        s = soft_cap(scale * query . key + bias + alibi)
+        s = score_mod(soft_cap(scale * query . key + bias + alibi))
         p = softmax(s over the keys that the query may attend to, and the sink)
         out = dropout(p) . value
 
@@ -213,6 +213,29 @@ def attention(
         `jax_flash2.merge`: a formula of your own has NaN gradients where a part has no
         keys for a row (-inf - -inf).
 
+      score_mod: a function (score, b, h, q, kv) -> score of one pair, as FlexAttention
+        has it (Dong et al. 2024). It gets the float32 score (float64 for float64
+        inputs) that the softmax would see otherwise, and returns another. Masks come
+        after it, and -inf masks the pair. b is the number of the batch entry (row-major
+        of several batch axes, 0 without any), h that of the query head, q and kv are
+        positions, with query_offset in q; all are int32 scalars. Inside `jax.shard_map`
+        b and h count what the device has, and positions the rows of all devices of a
+        `context`.
+        It is a JAX function of numbers that is traced once: its operations are
+        pointwise, and every axis of a captured array is indexed by a number, as in
+        x[h, kv] or table[h, jnp.clip(q - kv, 0, 9)]. An index beyond an array is
+        clamped. Captured arrays are data, may be traced, and have gradients if they are
+        of floats, in memory of their own size and summed in one order. Python numbers
+        are compiled in; functions of equal steps share a program. The kernels take
+        arrays that are indexed by b, h, q and kv themselves. With other indices (tables)
+        or operations that they lack, calls run on "xla" (`explain` says which). NaN that
+        it makes of masked pairs, or its derivative, reaches no result (gradients of
+        "reference" aside).
+      mask_mod: a function (b, h, q, kv) -> bool, True where a query may attend to a
+        key, if all other masks agree. Traced as score_mod is; it has no gradient.
+        Blocks are skipped as far as intervals of positions and of captured arrays tell
+        that it keeps none of their pairs. Keys that it drops must be finite.
+
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
       may attend to no key, its output and all its gradients are 0.
@@ -274,9 +297,21 @@ def attention(
       ...     key_value_seq_lengths=lengths,
       ... )
 
+      A function of scores with a learnt gate for each head, and a mask of a prefix:
+
+      >>> gate, prefix = jnp.ones(8), jnp.array([10, 20])
+      >>> out = attention(
+      ...     q,
+      ...     k,
+      ...     k,
+      ...     score_mod=lambda score, b, h, q, kv: score * gate[h],
+      ...     mask_mod=lambda b, h, q, kv: (kv <= q) | (kv < prefix[b]),
+      ... )
+
     References: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
     Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries;
-    Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
+    Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout;
+    Dong et al., "Flex Attention" (2024) for score_mod and mask_mod.
     """
     call = Arguments(
         query=query,

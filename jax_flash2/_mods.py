@@ -220,17 +220,9 @@ def _check_function(name: str, function: Any, has_score: bool) -> None:
 
 
 def _check_captured(name: str, x: Any) -> None:
-    if 0 in x.shape:
-        raise ValueError(f"{name} captures an array without elements, shape {x.shape}")
     kind = np.dtype(x.dtype)
     if kind in (np.dtype(np.int64), np.dtype(np.uint64)):
         raise TypeError(
             f"{name} captures an array of {kind.name}, shape {x.shape}: convert it to "
             "int32, as x.astype('int32')"
-        )
-    is_number = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    if not (is_number or kind == np.bool_):
-        raise TypeError(
-            f"{name} captures an array of {kind.name}, shape {x.shape}: arrays must be "
-            "of floats, integers or booleans"
         )

@@ -87,7 +87,9 @@ class ScoreMod(Term):
     def apply(self, scores: Scores, setting: Setting) -> Scores:
         x = scores.value
         (found,) = self.program.on_blocks(self._inputs(x, setting), self.arrays)
-        found = jnp.broadcast_to(found, x.shape)
+        # An array may be mapped (`jax.vmap`) where the product is not.
+        shape = np.broadcast_shapes(x.shape, np.shape(found))
+        found = jnp.broadcast_to(found, shape)
         # A score of -inf has no tangent, whatever the function's derivative is.
         return Scores(jnp.where(found == -jnp.inf, -jnp.inf, found), 1.0)
 
@@ -125,7 +127,9 @@ class ScoreMod(Term):
 
 
 def _product(ds: jax.Array, slope) -> jax.Array:
-    """ds times a derivative, which counts only where ds is not 0."""
+    """ds times a derivative, of which NaN and infinity do not count where ds is 0."""
     if isinstance(slope, np.ndarray):
         return ds if slope == 1 else ds * slope
-    return jnp.where(ds == 0.0, 0.0, ds * slope)
+    # Not the product's zero: that would have no tangent along ds.
+    is_finite = jnp.abs(slope) < jnp.inf
+    return ds * jnp.where((ds != 0.0) | is_finite, slope, 0.0)
