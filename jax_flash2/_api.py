@@ -227,10 +227,10 @@ def attention(
         clamped. Captured arrays are data, may be traced, and have gradients if they are
         of floats, in memory of their own size and summed in one order. Python numbers
         are compiled in; functions of equal steps share a program. The kernels take
-        arrays that are indexed by b, h, q and kv themselves. With other indices (tables)
-        or operations that they lack, calls run on "xla" (`explain` says which). NaN that
-        it makes of masked pairs, or its derivative, reaches no result (gradients of
-        "reference" aside).
+        arrays that are indexed by b, h, q and kv themselves. With other indices
+        (tables), or operations that they lack, calls run on "xla"; `explain` says so.
+        NaN that it makes of masked pairs, or its derivative, reaches no result
+        (gradients of "reference" aside).
       mask_mod: a function (b, h, q, kv) -> bool, True where a query may attend to a
         key, if all other masks agree. Traced as score_mod is; it has no gradient.
         Blocks are skipped as far as intervals of positions and of captured arrays tell
