@@ -398,10 +398,12 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         for name, x in vars(found).items()
         if isinstance(x, jax.ShapeDtypeStruct)
     }
-    texts = []
+    texts, notes = [], []
 
     def check(arrays):
         call = dataclasses.replace(found, **arrays).checked()
+        parts = (*call.spec.score.terms, *call.spec.masks)
+        notes.extend(x.words for x in parts if x.words)
         if found.context is not None:
             texts.append(_context.explain(call, found.implementation, found.context))
         elif _context.on_mesh(divided, call, found.implementation) is None:
@@ -412,4 +414,6 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         return _context.attend(call, implementation, context)
 
     jax.eval_shape(check, structs)
-    return "\n".join([*texts[:1], *(f"  {line}" for line in found.reading())])
+    return "\n".join(
+        [*texts[:1], *(f"  {line}" for line in (*found.reading(), *notes))]
+    )

@@ -171,7 +171,8 @@ class Atom(abc.ABC):
       ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
         queries if and only if that is in the `q_range` of the keys. Ranges that are
         only safe do not promise that.
-      operations: what a kernel must have for it, as of a term of the score.
+      operations, words: what a kernel must have for it, and what `explain` says of it,
+        as of a term of the score.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -180,6 +181,7 @@ class Atom(abc.ABC):
     has_ranges: bool
     ranges_are_exact: bool
     operations: frozenset[str] = frozenset()
+    words: str = ""
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:

@@ -60,6 +60,10 @@ class MaskMod(Atom):
         )
 
     @property
+    def words(self) -> str:
+        return f"mask_mod: {self.program.words(self.arrays)}; blocks by intervals"
+
+    @property
     def operations(self) -> frozenset[str]:
         return self.program.operations
 

@@ -199,6 +199,20 @@ class Program:
         """What a kernel must have: primitives, and what is unusual, in words."""
         return frozenset().union(*map(_operations, self.steps))
 
+    def words(self, arrays: Sequence) -> str:
+        """What it is, for a reader.
+
+        Args:
+          arrays: what reads take, `Named`.
+        """
+        count = sum(step.primitive is not None for step in self.steps)
+        found = [f"{count} operations for a pair"]
+        for step, x in zip(self.reads, arrays, strict=True):
+            along = ", ".join(map(str, x.axes[: len(x.axes) - len(step.args)]))
+            kind = f"a table of {x.shape[-1]}" if step.args else "an array"
+            found.append(f"{kind} along {along}" if along else kind)
+        return ", ".join(found)
+
     @property
     def is_total(self) -> bool:
         """Whether finite inputs and arrays are known to give no NaN."""

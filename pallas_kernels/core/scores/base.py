@@ -108,12 +108,14 @@ class Term(abc.ABC):
         there anyway.
       operations: what a kernel must have for it beside what all kernels have, such as
         the names of JAX's primitives (`pointwise.Program.operations`).
+      words: what `explain` says of it beside the arguments; or nothing.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
     traits: TermTraits
     kept: Kept
     operations: frozenset[str] = frozenset()
+    words: str = ""
 
     @property
     @abc.abstractmethod

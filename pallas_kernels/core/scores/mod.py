@@ -60,6 +60,12 @@ class ScoreMod(Term):
         return self.program.operations | self.derivative.operations
 
     @property
+    def words(self) -> str:
+        asks = "asks" if self.derivative.asks(SCORE) else "does not ask"
+        found = self.program.words(self.arrays)
+        return f"score_mod: {found}; its derivative {asks} for the score"
+
+    @property
     def is_total(self) -> bool:
         """Whether it makes no NaN of finite numbers, as far as is known."""
         return self.program.is_total
