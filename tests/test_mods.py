@@ -285,7 +285,10 @@ def test_kernels_lower_or_decline_by_name(backend):
         erf = explain(x, x, x, score_mod=lambda s, *_: jax.scipy.special.erf(s))
     lacks = f"{backend}: its kernels lack an array read at a computed index"
     assert lacks in tabled
-    assert "score_mod: 6 operations for a pair, a table of 8 along n; its" in tabled
+    words = (
+        r"score_mod: \d+ operations for a pair, a table of 8 along n; its derivative"
+    )
+    assert re.search(words, tabled)
     assert tabled.startswith("implementation: xla")
     assert re.search(rf"{backend}: its kernels lack [a-z0-9 ,]*\berf\b", erf)
 

@@ -109,7 +109,7 @@ class Build(Walk):
         found = self._add(step)
         stays = name in ("add", "div", "max", "min", "rem", "convert_element_type")
         stays = stays and np.issubdtype(dtype, np.signedinteger)
-        if stays and all(map(self._is_natural, args)):
+        if name == "abs" or (stays and all(map(self._is_natural, args))):
             self._natural.add(found)
         return found
 
