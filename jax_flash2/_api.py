@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -41,6 +42,8 @@ class _Options(TypedDict, total=False):
     implementation: str | None
     config: Config | None
     context: Context | None
+    score_mod: Callable | None
+    mask_mod: Callable | None
 
 
 @overload
@@ -105,10 +108,12 @@ def attention(
     config: Config | None = None,
     context: Context | None = None,
     return_residual: bool = False,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact attention in memory linear in the sequence lengths.
 
-        s = soft_cap(scale * query . key + bias + alibi)
+        s = score_mod(soft_cap(scale * query . key + bias + alibi))
         p = softmax(s over the keys that the query may attend to, and the sink)
         out = dropout(p) . value
 
@@ -208,6 +213,29 @@ def attention(
         `jax_flash2.merge`: a formula of your own has NaN gradients where a part has no
         keys for a row (-inf - -inf).
 
+      score_mod: a function (score, b, h, q, kv) -> score of one pair, as FlexAttention
+        has it (Dong et al. 2024). It gets the float32 score (float64 for float64
+        inputs) that the softmax would see otherwise, and returns another. Masks come
+        after it, and -inf masks the pair. b is the number of the batch entry (row-major
+        of several batch axes, 0 without any), h that of the query head, q and kv are
+        positions, with query_offset in q; all are int32 scalars. Inside `jax.shard_map`
+        b and h count what the device has, and positions the rows of all devices of a
+        `context`.
+        It is a JAX function of numbers that is traced once: its operations are
+        pointwise, and every axis of a captured array is indexed by a number, as in
+        x[h, kv] or table[h, jnp.clip(q - kv, 0, 9)]. An index beyond an array is
+        clamped. Captured arrays are data, may be traced, and have gradients if they are
+        of floats, in memory of their own size and summed in one order. Python numbers
+        are compiled in; functions of equal steps share a program. The kernels take
+        arrays that are indexed by b, h, q and kv themselves. With other indices
+        (tables), or operations that they lack, calls run on "xla"; `explain` says so.
+        NaN that it makes of masked pairs, or its derivative, reaches no result
+        (gradients of "reference" aside).
+      mask_mod: a function (b, h, q, kv) -> bool, True where a query may attend to a
+        key, if all other masks agree. Traced as score_mod is; it has no gradient.
+        Blocks are skipped as far as intervals of positions and of captured arrays tell
+        that it keeps none of their pairs. Keys that it drops must be finite.
+
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
       may attend to no key, its output and all its gradients are 0.
@@ -269,9 +297,21 @@ def attention(
       ...     key_value_seq_lengths=lengths,
       ... )
 
+      A function of scores with a learnt gate for each head, and a mask of a prefix:
+
+      >>> gate, prefix = jnp.ones(8), jnp.array([10, 20])
+      >>> out = attention(
+      ...     q,
+      ...     k,
+      ...     k,
+      ...     score_mod=lambda score, b, h, q, kv: score * gate[h],
+      ...     mask_mod=lambda b, h, q, kv: (kv <= q) | (kv < prefix[b]),
+      ... )
+
     References: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
     Work Partitioning" (2023), section 3; Ainslie et al. (2023) for grouped queries;
-    Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout.
+    Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout;
+    Dong et al., "Flex Attention" (2024) for score_mod and mask_mod.
     """
     call = Arguments(
         query=query,
@@ -298,6 +338,8 @@ def attention(
         config=config,
         context=context,
         return_residual=return_residual,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
@@ -356,10 +398,12 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         for name, x in vars(found).items()
         if isinstance(x, jax.ShapeDtypeStruct)
     }
-    texts = []
+    texts, notes = [], []
 
     def check(arrays):
         call = dataclasses.replace(found, **arrays).checked()
+        parts = (*call.spec.score.terms, *call.spec.masks)
+        notes.extend(x.words for x in parts if x.words)
         if found.context is not None:
             texts.append(_context.explain(call, found.implementation, found.context))
         elif _context.on_mesh(divided, call, found.implementation) is None:
@@ -370,4 +414,6 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         return _context.attend(call, implementation, context)
 
     jax.eval_shape(check, structs)
-    return "\n".join([*texts[:1], *(f"  {line}" for line in found.reading())])
+    return "\n".join(
+        [*texts[:1], *(f"  {line}" for line in (*found.reading(), *notes))]
+    )

@@ -8,6 +8,7 @@ beside query, key and value: `_shape`.)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ import numpy as np
 
 from jax_flash2 import _options
 from jax_flash2._arrays import as_array, check_array, unwrapped
+from jax_flash2._mods import Mods
 from jax_flash2._rows import Context, sharding_of
 from jax_flash2._shape import Shape
 from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Atom, Lengths
 from pallas_kernels.core.scores import (
     Alibi,
@@ -67,6 +70,8 @@ class Arguments:
     config: Config | None
     context: Context | None
     return_residual: bool
+    score_mod: Callable | None
+    mask_mod: Callable | None
 
     def checked(self) -> Call:
         """The call that they describe, with named axes.
@@ -76,14 +81,17 @@ class Arguments:
         """
         query, key, value = _check_operands(self.query, self.key, self.value)
         precision = self._check_options()
-        parts = 1 if self.context is None else sharding_of(self.context).parts
-        shape = Shape(query, key, parts)
-        masks = self._masks(shape)
-        score = self._score(shape)
+        sharding = None if self.context is None else sharding_of(self.context)
+        shape = Shape(query, key, 1 if sharding is None else sharding.parts)
+        parts, offset = shape.parts, shape.offset(self.query_offset)
+        masks, score = self._masks(shape), self._score(shape)
+        if self.score_mod is not None or self.mask_mod is not None:
+            mods = Mods(shape, offset, sharding)
+            masks, score = self._with_mods(mods, shape, masks, score)
         spec = AttentionSpec(
             score,
             masks,
-            shape.offset(self.query_offset),
+            offset,
             sink=None if self.sinks is None else shape.sinks(self.sinks),
             dropout=shape.dropout(
                 self.dropout_rate, self.dropout_rng, self.broadcast_dropout
@@ -142,6 +150,18 @@ class Arguments:
         if soft_cap is not None:
             terms.append(SoftCap(soft_cap))
         return Score(scale, tuple(terms), factor)
+
+    def _with_mods(self, mods: Mods, shape: Shape, masks, score: Score):
+        if self.mask_mod is not None:
+            masks = (*masks, mods.mask(self.mask_mod))
+        if self.score_mod is None:
+            return masks, score
+        term = mods.score(self.score_mod)
+        if not term.is_total:
+            # Of rows that do not exist the function may make NaN: they are padding.
+            sizes = (np.int32(shape.parts * size) for size in (shape.t, shape.s))
+            masks = (*masks, Lengths(*(Named(size, ()) for size in sizes)))
+        return masks, dataclasses.replace(score, terms=(*score.terms, term))
 
     def reading(self) -> list[str]:
         """How the axes were read, if the arguments are right.

@@ -34,6 +34,8 @@ from pallas_kernels.core.axes import (
 )
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.pairs import Pairs, Recomputed
+from pallas_kernels.core.pointwise import tables
+from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
 # Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
@@ -230,6 +232,15 @@ class _Cut:
             pairs, (*(None if n == 1 else a for a, n in axes), t, s)
         ).squeezed()
 
+    def of_operand(self, pulled: Pulled, name: str, qk, axes: Names) -> jax.Array:
+        """What a block adds to the gradient of an operand of the score."""
+        x, places = pulled.operand(name, qk), pulled.places(name)
+        if places is None:
+            return summed_to(self.named(x), axes)
+        pair_axes = self.axes("t", "s")
+        where = Named.broadcast(places, pair_axes[len(pair_axes) - places.ndim :])
+        return tables.gradient(self.named(x), where, axes)
+
     def visit_pairs(self, spec: AttentionSpec, visit: Callable, state) -> Any:
         """Runs `state = visit(starts, state)` over the pairs of blocks that are needed.
 
@@ -409,10 +420,7 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
         dropped = cut.named(again.dropped.astype(do.dtype))
         dp = cut.product(do_block, v_block, pair_axes)
         pulled = again.pull(dp, pairs.along(delta_of(again, dp, starts), "t"))
-        more = {
-            name: summed_to(cut.named(pulled.operand(name, qk)), own[name])
-            for name in operands
-        }
+        more = {name: cut.of_operand(pulled, name, qk, own[name]) for name in operands}
         dz = cut.named(pulled.dz.astype(q.dtype))
         more["query"] = cut.product(dz, k_block, own["query"])
         more["key"] = cut.product(q_left, dz, own["key"])

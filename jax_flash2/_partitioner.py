@@ -29,7 +29,7 @@ import numpy as np
 from jax.interpreters.mlir import ir
 from jax.sharding import Mesh
 
-from pallas_kernels.core.axes import NOT_BATCH, Named
+from pallas_kernels.core.axes import Named, is_batch
 
 try:
     from jax._src import custom_partitioning as stock
@@ -205,7 +205,7 @@ def mesh_axes(mesh: Mesh, array: Named, sharding):
     names = tuple(f"axis{i}" for i in range(len(shape)))
     along = {}
     for i, name in enumerate(array.axes):
-        if name is None or (name in NOT_BATCH and name != "n"):
+        if name is None or not (is_batch(name) or name == "n"):
             continue
         starts = [index[i].start or 0 for index in index_of_device.values()]
         steps = _steps(np.reshape(starts, shape))

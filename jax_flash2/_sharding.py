@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash2 import _partitioner
-from pallas_kernels.core.axes import NOT_BATCH, Axes, Named, sizes
+from pallas_kernels.core.axes import Axes, Named, is_batch, is_whole, sizes
 
 _SCALAR = [Named(np.zeros(()), ())]
 
@@ -168,8 +168,9 @@ def explicit_division(
             if is_row and rows:
                 if i > 2:
                     continue  # as query, key and value are
-            elif is_row or name in ("h", "d"):
-                kind = "rows" if is_row else "head size"
+            elif is_row or name in ("h", "d") or is_whole(name):
+                of_head = "a captured array" if is_whole(name) else "head size"
+                kind = "rows" if is_row else of_head
                 raise ValueError(
                     f"{argument} is sharded along its {kind} by mesh axes {axes}, but "
                     "every device needs the whole axis: use jax.reshard"
@@ -408,7 +409,7 @@ def _sharding_rule(operands, outputs, size) -> SdyShardingRule:
         return tuple(ArrayMapping(*map(factor, axes)) for axes in arrays)
 
     names = dict.fromkeys(name for axes in (*operands, *outputs) for name in axes)
-    whole = tuple(a for a in names if a in NOT_BATCH and a not in ("n", "k"))
+    whole = tuple(a for a in names if not (is_batch(a) or a in ("n", "k")))
     return SdyShardingRule(
         mappings(operands), mappings(outputs), need_replication_factors=whole
     )

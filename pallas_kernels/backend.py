@@ -107,6 +107,13 @@ class Call:
         """Of the largest array whose size is a number."""
         return max((n for n in self._elements if isinstance(n, int)), default=0)
 
+    def lacking(self, operations: frozenset[str]) -> str | None:
+        """Why kernels with these operations alone do not make a call, or None."""
+        names = sorted(self.spec.operations - operations)
+        if not names:
+            return None
+        return f"its kernels lack {', '.join(names)} (score_mod or mask_mod)"
+
     @property
     def interpret(self) -> bool:
         """Whether the caller asks for interpreted kernels."""

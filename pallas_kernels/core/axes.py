@@ -14,6 +14,7 @@ The names of a single attention problem are
 | `y` | parts of the heads and batch entries that a program visits (`division`) |
 | `z` | parts of the blocks that it visits |
 | `w` | sums that a gradient is the sum of (`mosaic_gpu.hopper.backward`) |
+| `x...` | a table that programs read at computed places (`whole_axis`) |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
 `None` names an axis of size 1 that is broadcast; a name that an operand lacks is
@@ -35,7 +36,7 @@ from jax.extend.core.primitives import dot_general_p
 
 Axes = tuple[str | None, ...]
 
-NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
+_NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
 
 # The key rows of all devices, in their order, where `s` are those of one.
 ALL_KEYS = "all keys"
@@ -120,9 +121,13 @@ class Named:
         return Named(self.to(axes), axes)
 
     def to(self, axes: Sequence[str | None]) -> jax.Array:
-        """The array with axes in the order of `axes`, of size 1 where it lacks one."""
+        """The array with axes in the order of `axes`, of size 1 where it lacks one.
+
+        A whole axis comes last, also where `axes` lacks it.
+        """
         named = self.squeezed()
         order = [named.axes.index(a) for a in axes if a in named.axes]
+        order += [i for i, a in enumerate(named.axes) if is_whole(a) and a not in axes]
         missing = [i for i, a in enumerate(axes) if a not in named.axes]
         return jnp.expand_dims(jnp.transpose(named.value, order), missing)
 
@@ -143,9 +148,21 @@ def sizes(operands: Sequence[Any]) -> dict[str, int]:
 def batch_axes(operands: Sequence[Any]) -> tuple[str, ...]:
     """Names that are neither rows, blocks, heads nor head size, as they appear."""
     names = (name for operand in operands for name in operand.axes)
-    return tuple(
-        dict.fromkeys(n for n in names if n is not None and n not in NOT_BATCH)
-    )
+    return tuple(dict.fromkeys(n for n in names if n is not None and is_batch(n)))
+
+
+def is_batch(name: str) -> bool:
+    return name not in _NOT_BATCH and not is_whole(name)
+
+
+def whole_axis(size: int) -> str:
+    """The name of an axis of so many elements of which a program may read any."""
+    return f"x{size}"
+
+
+def is_whole(name: str | None) -> bool:
+    """Whether each device, and each block, needs all elements of an axis."""
+    return name is not None and name.startswith("x")
 
 
 def is_mapped(name: str | None) -> bool:

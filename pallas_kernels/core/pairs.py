@@ -65,7 +65,7 @@ class Pairs:
 
     @functools.cached_property
     def place(self) -> PairPositions | None:
-        if not self.spec.score.is_positional:
+        if not self.spec.score.asks_distances:
             return None
         offset, queries, keys = self.spec.positions
         (t_start, _), (s_start, _) = self.rows["t"], self.rows["s"]
@@ -77,6 +77,14 @@ class Pairs:
         between = jnp.asarray(between, jnp.float32)
         query = queries.after(t_start, query).astype(jnp.float32)
         return PairPositions(between + query, key, self.spec.is_causal)
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        """Of the queries and of the keys, int32, against the block."""
+        return self.spec.positions_of(self._numbers("t"), self._numbers("s"))
+
+    def _setting(self, is_separable: bool = False) -> Setting:
+        tanh = self.arithmetic.tanh
+        return Setting(self.place, self.positions, tanh, is_separable)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:
@@ -108,7 +116,7 @@ class Pairs:
         # the diagonal, and not beside elements of two bytes.
         is_full = self.masked is False
         separable = is_full and jnp.dtype(dtype).itemsize == 2
-        setting = Setting(self.place, self.arithmetic.tanh, separable)
+        setting = self._setting(separable)
         scores = self.spec.score.apply(qk, setting, nan_shows=is_full)
         if self.masked is False or not self.spec.masks:
             return scores
@@ -184,6 +192,5 @@ class Recomputed(NamedTuple):
                 dp = self.pairs.drop(dp)
             delta = delta * (1 / spec.dropout_scale)
         ds = flash2.score_gradient(p, dp, delta)
-        setting = Setting(self.pairs.place, self.pairs.arithmetic.tanh)
         masked = self.pairs.masked is not False
-        return spec.score.pull(ds, self.scores, setting, masked)
+        return spec.score.pull(ds, self.scores, self.pairs._setting(), masked)

@@ -145,6 +145,12 @@ class AttentionSpec:
         return self.traits.is_causal
 
     @property
+    def operations(self) -> frozenset[str]:
+        """What a kernel must have for masks and score (`Term.operations`)."""
+        parts = (*self.score.terms, *self.masks)
+        return frozenset().union(*(x.operations for x in parts))
+
+    @property
     def maximum_may_grow(self) -> bool:
         """Whether scores of a row's first blocks may lie far below those of others."""
         terms = self.score.terms
@@ -191,6 +197,11 @@ class AttentionSpec:
         """Which rows of the caller these are: themselves, but for `repeat`."""
         return rows if self.repeat == 1 else divide(rows, self.repeat)
 
+    def positions_of(self, q, kv) -> tuple[jax.Array, jax.Array]:
+        """The positions of the rows with these numbers."""
+        offset, query, key = self.positions
+        return query.at(self.query_numbers(q)) + offset, key.at(kv)
+
     def keep(self, q, kv) -> list[jax.Array]:
         """What says which pairs are kept: those of which all of it says so.
 
@@ -201,9 +212,8 @@ class AttentionSpec:
           q, kv: int32 row numbers that broadcast against each other; array fields of
             the spec must hold the matching blocks.
         """
+        q_pos, kv_pos = self.positions_of(q, kv)
         q = self.query_numbers(q)
-        offset, query, key = self.positions
-        q_pos, kv_pos = query.at(q) + offset, key.at(kv)
         found = [atom.keep(q, kv, q_pos, kv_pos) for atom in self.masks]
         kept = [x for x in found if x is not None]
         boolean = [x for x in kept if x.dtype == jnp.bool_]

@@ -112,17 +112,18 @@ class PackedMask(DenseMask):
         return Relation(some, DenseMask(full).block_relation(tiling).all)
 
 
-def has_other_masks(spec: AttentionSpec) -> bool:
-    """Whether a mask of pairs is part of another atom, which words do not serve."""
+def has_other_arrays(spec: AttentionSpec) -> bool:
+    """Whether arrays of pairs are neither a mask alone nor operands with gradients.
 
-    def is_of_pairs(x: Named) -> bool:
-        return {"t", "s"} <= set(x.axes) and x.dtype == jnp.bool_
+    Kernels load words of bits, and floats.
+    """
 
-    return any(
-        any(map(is_of_pairs, jax.tree.leaves(atom)))
-        for atom in spec.masks
-        if atom.with_pairs(DenseMask) is atom
-    )
+    def of_pairs(tree) -> int:
+        return sum({"t", "s"} <= set(x.axes) for x in jax.tree.leaves(tree))
+
+    others = [atom for atom in spec.masks if atom.with_pairs(DenseMask) is atom]
+    floats = len(spec.score.pair_operands)
+    return of_pairs(others) > 0 or of_pairs(spec.score.terms) > floats
 
 
 def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:

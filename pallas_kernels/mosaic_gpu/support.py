@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.core import pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
@@ -29,6 +30,15 @@ COPIES_ANY_WIDTH = jax.__version_info__ >= (0, 11)
 # A tile in shared memory as TMA writes it and wgmma reads it: bytes of a row of a
 # swizzled part, and so the multiple that rows are padded to.
 _SWIZZLES = (128, 64, 32)
+
+
+# Of functions of pairs: what kernels make of them (`Call.lacking`).
+_LACKING = (
+    "acos acosh asin asinh atan atan2 atanh cbrt ceil clz cosh digamma erf erf_inv "
+    "erfc expm1 floor is_finite lgamma log1p nextafter population_count pow round sinh "
+    "tan"
+)
+OPERATIONS = pointwise.OPERATIONS - {*_LACKING.split(), pointwise.FLOAT_REMAINDERS}
 
 
 @contextlib.contextmanager

@@ -95,6 +95,8 @@ def _unsupported(call: Call) -> str | None:
         return f"compute capability {device.capability() / 10} is below 8.0"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16, float16 or float32"
+    if lacking := call.lacking(support.OPERATIONS):
+        return lacking
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     if call.most_elements > memory.MOST_ELEMENTS:

@@ -13,9 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import configs, device
-from pallas_kernels.core import axes
+from pallas_kernels.core import axes, pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
+
+# Of functions of pairs: what kernels make of them (`Call.lacking`).
+_LACKING = "digamma erf erf_inv erfc lgamma round"
+_NARROW = {f"arrays of {x}" for x in ("int8", "int16", "uint8", "uint16")}
+OPERATIONS = (pointwise.OPERATIONS - {*_LACKING.split()}) | _NARROW
 
 
 @contextlib.contextmanager

@@ -210,7 +210,10 @@ def test_kernels_decline_what_they_would_misread():
         combined = with_toys(explain, (mask | Window(64, 0),))(x, x, x)
     assert alone.startswith("implementation: mosaic_gpu")
     assert combined.startswith("implementation: triton")
-    assert "mosaic_gpu: a mask with an element for each pair is combined" in combined
+    assert (
+        "mosaic_gpu: an array with an element for each pair is part of a mask"
+        in combined
+    )
 
 
 BLOCK = PairPositions(np.arange(6.0)[:, None], np.arange(8.0), is_causal=False)

@@ -72,7 +72,7 @@ def lines(name: str) -> list[str]:
 
 def test_documents_stay_short():
     """The README is a page; the build notes are read beside code."""
-    assert len(lines("README.md")) <= 245
+    assert len(lines("README.md")) <= 244
     assert len(lines("CONTRIBUTING.md")) <= 80
     notes = lines("BUILD_NOTES.md")
     assert len(notes) <= 400

@@ -171,6 +171,8 @@ class Atom(abc.ABC):
       ranges_are_exact: whether a block of keys is in the `kv_range` of a block of
         queries if and only if that is in the `q_range` of the keys. Ranges that are
         only safe do not promise that.
+      operations, words: what a kernel must have for it, and what `explain` says of it,
+        as of a term of the score.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -178,6 +180,8 @@ class Atom(abc.ABC):
     limits: Limits
     has_ranges: bool
     ranges_are_exact: bool
+    operations: frozenset[str] = frozenset()
+    words: str = ""
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:
@@ -276,27 +280,6 @@ class Atom(abc.ABC):
         return Either(self, other)
 
 
-class ArrayMask(Atom):
-    """An atom that arrays of rows decide: it has `block_relation` in place of ranges.
-
-    How many keys a query attends is not known without data.
-    """
-
-    has_ranges = False
-    ranges_are_exact = False
-    limits = Limits()
-
-    def mean_keys(self, kv_size: int) -> float:
-        return kv_size
-
-    def of_rows(self, positions: Positions, size: Mapping[str, int]) -> Atom:
-        del positions, size
-        return self
-
-    @abc.abstractmethod
-    def block_relation(self, tiling: Tiling) -> Relation: ...
-
-
 class _Combined(Atom):
     """Two atoms, `first` and `second`, as one."""
 
@@ -310,6 +293,10 @@ class _Combined(Atom):
     @property
     def has_ranges(self) -> bool:
         return all(atom.has_ranges for atom in self._atoms)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return self.first.operations | self.second.operations
 
     @property
     def ranges_are_exact(self) -> bool:

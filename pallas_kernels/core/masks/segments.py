@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks.base import ALL, ArrayMask, Traits, mask_dataclass
+from pallas_kernels.core.masks.arrays import ArrayMask
+from pallas_kernels.core.masks.base import ALL, Traits, mask_dataclass
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
 from pallas_kernels.core.positions import Positions
 

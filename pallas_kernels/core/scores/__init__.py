@@ -6,6 +6,7 @@
 from pallas_kernels.core.scores.alibi import Alibi
 from pallas_kernels.core.scores.base import PairPositions, Setting, Term, TermTraits
 from pallas_kernels.core.scores.bias import Bias, masking_bias
+from pallas_kernels.core.scores.mod import ScoreMod
 from pallas_kernels.core.scores.score import Score
 from pallas_kernels.core.scores.soft_cap import SoftCap
 
@@ -14,6 +15,7 @@ __all__ = [
     "Bias",
     "PairPositions",
     "Score",
+    "ScoreMod",
     "Setting",
     "SoftCap",
     "Term",

@@ -56,18 +56,21 @@ class Setting(NamedTuple):
     """What a term may ask of the block and of the backend.
 
     Attributes:
-      place: where the pairs lie; None where no term is positional.
+      place: where the pairs lie; None where no term asks for distances.
+      positions: makes the positions of queries and of keys, int32, against the block;
+        for terms that are absolute.
       tanh: the backend's hyperbolic tangent.
       is_separable: whether the parts of a sum may be left to a row (`Scores.row`).
     """
 
     place: PairPositions | None
+    positions: Callable[[], tuple[jax.Array, jax.Array]] | None = None
     tanh: Callable = jnp.tanh
     is_separable: bool = False
 
     @property
     def distance(self) -> jax.Array:
-        """Of the pairs (`PairPositions.distance`), for terms that are positional."""
+        """Of the pairs (`PairPositions.distance`), for terms that ask for it."""
         assert self.place is not None
         return self.place.distance
 
@@ -78,7 +81,8 @@ class TermTraits:
 
     Attributes:
       is_positional: whether it asks where rows stand.
-      is_absolute: whether it asks for more than the distance of query and key.
+      is_absolute: whether it asks for more than the distance of query and key
+        (`Setting.positions`, in place of `Setting.place`).
       may_mask: whether it may make a score -inf.
       keeps_lowest: whether -inf stays -inf.
       is_heavy: whether it takes much arithmetic for each pair.
@@ -102,11 +106,16 @@ class Term(abc.ABC):
       kept: what `pull` and the others are given: the argument of `apply`, its result,
         or nothing. A tile of it is held until then. The result of the last term is
         there anyway.
+      operations: what a kernel must have for it beside what all kernels have, such as
+        the names of JAX's primitives (`pointwise.Program.operations`).
+      words: what `explain` says of it beside the arguments; or nothing.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
     traits: TermTraits
     kept: Kept
+    operations: frozenset[str] = frozenset()
+    words: str = ""
 
     @property
     @abc.abstractmethod
@@ -117,10 +126,10 @@ class Term(abc.ABC):
     def apply(self, scores: Scores, setting: Setting) -> Scores:
         """The scores that follow. Operands have the dtype of the scores."""
 
-    def masks(self, shape: tuple[int, ...]) -> jax.Array:
+    def masks(self, shape: tuple[int, ...]) -> jax.Array | None:
         """Which pairs are -inf whatever the product is: booleans of this shape.
 
-        Asked of terms that may mask.
+        Asked of terms that may mask. None says that `apply` makes them -inf.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what it masks")
 
@@ -147,6 +156,20 @@ class Term(abc.ABC):
           ds, kept, setting: as for `pull`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no gradient of {name}")
+
+    def places(self, name: str, setting: Setting) -> jax.Array | None:
+        """Which element of an operand each pair reads, where it is a table.
+
+        Args:
+          name: one of `operands`.
+          setting: as for `apply`.
+
+        Returns:
+          int32 places along its whole axis (`axes.whole_axis`), against the block; None
+          of an operand that stands against the block itself.
+        """
+        del name, setting
+        return None
 
     @abc.abstractmethod
     def push(

@@ -60,6 +60,12 @@ class Score:
         return any(term.traits.is_absolute for term in self.terms)
 
     @property
+    def asks_distances(self) -> bool:
+        """Whether a term takes `Setting.place`."""
+        traits = (term.traits for term in self.terms)
+        return any(x.is_positional and not x.is_absolute for x in traits)
+
+    @property
     def may_mask(self) -> bool:
         """Whether a score may be -inf without a mask."""
         return any(term.traits.may_mask for term in self.terms)
@@ -95,7 +101,7 @@ class Score:
         terms, kept = [], []
         for i, term in enumerate(self.terms):
             is_last = i + 1 == len(self.terms)
-            term = jax.tree.map(lambda x: x.astype(qk.dtype), term)
+            term = jax.tree.map(lambda x: _with_dtype(x, qk.dtype), term)
             own = setting._replace(is_separable=setting.is_separable and is_last)
             kept += [scores.settled] if term.kept == "argument" else []
             scores = term.apply(scores, own)
@@ -104,8 +110,10 @@ class Score:
         for i, term in enumerate(terms):
             shows = nan_shows and all(x.traits.keeps_lowest for x in terms[i + 1 :])
             if term.traits.may_mask and not shows:
-                x = jnp.where(term.masks(scores.x.shape), -jnp.inf, scores.x)
-                scores = scores._replace(x=x)
+                masked = term.masks(scores.x.shape)
+                if masked is not None:
+                    x = jnp.where(masked, -jnp.inf, scores.x)
+                    scores = scores._replace(x=x)
         return scores._replace(kept=tuple(kept))
 
     def pull(self, ds: jax.Array, scores: Scores, setting: Setting, masked) -> Pulled:
@@ -168,6 +176,11 @@ class Score:
         return self.scale if self.factor is None else self.scale * self.factor
 
 
+def _with_dtype(x: jax.Array, dtype) -> jax.Array:
+    """An operand as scores are; numbers that are counted stay integers."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
 class Pulled(NamedTuple):
     """The cotangents of a block of scores, from z on (`Score.pull`)."""
 
@@ -195,3 +208,8 @@ class Pulled(NamedTuple):
             if name in term.operands:
                 return term.pull_operand(name, ds, own, self.setting)
         raise KeyError(name)
+
+    def places(self, name: str) -> jax.Array | None:
+        """Where in a table each pair adds that (`Term.places`)."""
+        terms = (x for x in self.score.terms if name in x.operands)
+        return next((x.places(name, self.setting) for x in terms), None)

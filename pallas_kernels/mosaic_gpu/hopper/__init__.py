@@ -77,13 +77,15 @@ def _unsupported(call: Call) -> str | None:
         return f"compute capability {device.capability() / 10} is not 9.0 (Hopper)"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if lacking := call.lacking(support.OPERATIONS):
+        return lacking
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     largest = max(call.head_sizes)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest} is above {MAX_HEAD_SIZE}"
-    if pairwise.has_other_masks(call.spec):
-        return "a mask with an element for each pair is combined with another by | or &"
+    if pairwise.has_other_arrays(call.spec):
+        return "an array with an element for each pair is part of a mask or a function"
     return None
 
 

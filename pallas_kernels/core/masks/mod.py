@@ -1,0 +1,144 @@
+"""A caller's function that says which pairs are kept (`mask_mod`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.core.masks.arrays import ArrayMask
+from pallas_kernels.core.masks.base import (
+    ALL,
+    Traits,
+    mask_dataclass,
+    named_map,
+)
+from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
+from pallas_kernels.core.pointwise import Program, intervals
+from pallas_kernels.core.positions import Positions
+
+
+@mask_dataclass(data=("arrays", "entry", "head"), meta=("program",))
+class MaskMod(ArrayMask):
+    """Keeps the pairs for which f(b, h, q, kv) is True.
+
+    Which blocks meet follows from intervals: of positions, and of the elements of
+    captured arrays in a block (`pointwise.intervals`).
+
+    Attributes:
+      arrays: what the program reads; floats as integers with the same bits, for they
+        have no gradients.
+      entry, head: the numbers of the batch entry and of the query head; None where they
+        are not asked for.
+      program: static.
+    """
+
+    arrays: tuple[Any, ...]
+    entry: Any
+    head: Any
+    program: Program
+
+    @property
+    def traits(self) -> Traits:
+        is_positional = self.program.asks("q", "kv")
+        return dataclasses.replace(
+            ALL,
+            is_positional=is_positional,
+            is_absolute=is_positional,
+            cost_is_monotone=False,
+            keeps_own_key=False,
+            keeps_first_key=False,
+        )
+
+    @property
+    def words(self) -> str:
+        return f"mask_mod: {self.program.words(self.arrays)}; blocks by intervals"
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return self.program.operations
+
+    def attended_keys(self, positions: Positions, kv_size: int) -> None:
+        del positions, kv_size  # as for masks by positions: callers keep keys finite
+
+    def keep(self, q, kv, q_pos, kv_pos):
+        inputs = [self.entry, self.head, q_pos, kv_pos]
+        (found,) = self.program.on_blocks(inputs, self._values())
+        shape = np.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
+        return jnp.broadcast_to(found, shape)
+
+    def _values(self) -> list:
+        """The arrays, with floats in place of their bits."""
+        steps = zip(self.arrays, self.program.reads, strict=True)
+        return [_of_bits(x, step.dtype) for x, step in steps]
+
+    def block_relation(self, tiling: Tiling) -> Relation:
+        values = [
+            Named(_of_bits(x.value, step.dtype), x.axes)
+            for x, step in zip(self.arrays, self.program.reads, strict=True)
+        ]
+        others = jax.tree.leaves((self.entry, self.head, tiling.positions))
+        named = [*values, *(x for x in others if isinstance(x, Named))]
+        axes = batch_axes(named)
+        heads = any("n" in x.axes for x in named)
+        axes = (*axes, *(("n",) if heads else ()), "i", "j")
+        inputs = [
+            *(_single(x, axes) for x in (self.entry, self.head)),
+            *_positions(tiling, axes),
+        ]
+        reads = [_ends(x.squeezed(), tiling.blocks, axes) for x in values]
+        (found,) = intervals.run(self.program, inputs, reads)
+        assert found is not None
+        shape = [1] * (len(axes) - 2) + [
+            -(-tiling.q_size // tiling.block_q),
+            -(-tiling.kv_size // tiling.block_kv),
+        ]
+
+        def of_blocks(x) -> Named:
+            own = np.broadcast_shapes(np.shape(x), shape)
+            kept = (
+                a if n > 1 or a in ("i", "j") else None
+                for a, n in zip(axes, own, strict=True)
+            )
+            return Named(jnp.broadcast_to(x, own), tuple(kept)).squeezed()
+
+        every, some = found
+        return Relation(of_blocks(some), of_blocks(every))
+
+
+def _of_bits(x: jax.Array, dtype: str) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.floating) and x.dtype != dtype:
+        return jax.lax.bitcast_convert_type(x, dtype)
+    return x
+
+
+def _single(x: Named | None, axes) -> intervals.Interval:
+    return None if x is None else (x.to(axes), x.to(axes))
+
+
+def _ends(x: Named, blocks: dict[str, int], axes) -> intervals.Interval:
+    """The smallest and the largest element of each block."""
+    cut = blocked(x, blocks)
+    names = tuple(str(a) for a in cut.axes if a not in axes)
+    low, high = (reduced(cut, f, names).to(axes) for f in (jnp.min, jnp.max))
+    return intervals.of_ends(low, high)
+
+
+def _positions(tiling: Tiling, axes) -> list[intervals.Interval]:
+    """Of the first and the last row of each block of queries, and of keys."""
+    offset, query, key = named_map(lambda x: x.to(axes), tiling.positions)
+
+    def ends(block: int, size: int, name: str):
+        first = jnp.arange(-(-size // block), dtype=jnp.int32) * block
+        last = jnp.minimum(first + block, size) - 1
+        return [Named(x, (name,)).to(axes) for x in (first, last)]
+
+    rows = ends(tiling.block_q, tiling.q_size, "i")
+    keys = ends(tiling.block_kv, tiling.kv_size, "j")
+    q_low, q_high = (query.at(x) + offset for x in rows)
+    low, high = (key.at(x) for x in keys)
+    return [(q_low, q_high), (low, high)]

@@ -1,0 +1,33 @@
+"""Functions of one pair: traced to steps, run on blocks, on intervals, derived."""
+
+from pallas_kernels.core.pointwise import intervals, tables
+from pallas_kernels.core.pointwise.binding import Bound, Place, bind, of_bound
+from pallas_kernels.core.pointwise.program import (
+    FLOAT_REMAINDERS,
+    INDICES,
+    OPERATIONS,
+    SCORE,
+    TABLES,
+    Program,
+)
+from pallas_kernels.core.pointwise.trace import Traced, float_reads, trace
+from pallas_kernels.core.pointwise.walk import NotPointwise
+
+__all__ = [
+    "FLOAT_REMAINDERS",
+    "INDICES",
+    "OPERATIONS",
+    "SCORE",
+    "TABLES",
+    "Bound",
+    "NotPointwise",
+    "Place",
+    "Program",
+    "Traced",
+    "bind",
+    "float_reads",
+    "intervals",
+    "of_bound",
+    "tables",
+    "trace",
+]

@@ -1,0 +1,192 @@
+"""Makes a list of steps of a jaxpr of scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.core.pointwise.program import Argument, Constant, Step
+from pallas_kernels.core.pointwise.walk import Part, Walk
+
+# Of constants: eager JAX would fail under an abstract mesh.
+_FOLDED = {
+    "abs": np.abs,
+    "add": np.add,
+    "and": np.bitwise_and,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.bitwise_not,
+    "or": np.bitwise_or,
+    "sign": np.sign,
+    "sub": np.subtract,
+}
+
+
+class Build(Walk):
+    """Makes a list of steps."""
+
+    def __init__(
+        self,
+        dtypes: Sequence,
+        natural: Sequence[int],
+        captured: Sequence,
+        *,
+        widens: bool,
+    ):
+        self.steps: list[Step] = []
+        self.numbers: dict[Step, int] = {}
+        self.read_order: list[int] = []  # the step of each read, as it was met
+        self.wide: dict[int, int] = {}  # of steps of narrow reads, those of wide ones
+        self._widens = widens
+        self._dtypes = [np.dtype(x) for x in dtypes]  # of inputs, then of steps
+        self._inputs = len(dtypes)
+        self._natural = set(natural)
+        self._captured = captured
+
+    def number(self, value: Any, dtype) -> Constant:
+        return Constant.of(np.asarray(value, dtype))
+
+    def _is_natural(self, x: Argument) -> bool:
+        return bool(x.value >= 0) if isinstance(x, Constant) else x in self._natural
+
+    def _add(self, step: Step) -> int:
+        if step not in self.numbers:
+            self.numbers[step] = len(self._dtypes)
+            self.steps.append(step)
+            self._dtypes.append(jnp.dtype(step.dtype))
+        return self.numbers[step]
+
+    def read(self, part: Part) -> int:
+        dtype = self._captured[part.number].dtype.name
+        index = tuple(map(self._without_wrap, part.index, part.shape))
+        found = self._add(Step(None, (part.number,), index, dtype))
+        self.read_order.append(found - self._inputs)
+        return found
+
+    def _without_wrap(self, index: Argument, size: int) -> Argument:
+        """An input in place of what wraps it where it is negative: it is clamped."""
+        if isinstance(index, Constant):
+            number = int(index.value)
+            return Constant.of(np.int32(number + size if number < 0 else number))
+        for i in range(self._inputs):
+            zero = Constant.of(np.asarray(0, self._dtypes[i]))
+            end = Constant.of(np.asarray(size, self._dtypes[i]))
+            below, beyond = (
+                self._number(*x) for x in (("lt", i, zero), ("add", i, end))
+            )
+            if index == self._number("select_n", below, i, beyond):
+                return i
+        return index
+
+    def _number(self, name: str, *args) -> int | None:
+        """The number of a step that is there already."""
+        steps = (x for x in self.numbers if x.name == name and x.args == args)
+        return next((self.numbers[x] for x in steps), None)
+
+    def emit(self, primitive, params: dict, args: Sequence, dtype) -> Argument:
+        name = primitive.name
+        known = self._folded(name, args, dtype)
+        if known is None:
+            known = self._rewritten(name, params, args, dtype)
+        if known is not None:
+            return known
+        static = {**params, "sharding": None} if "sharding" in params else params
+        if "weak_type" in static:
+            static = {**static, "weak_type": False}
+        step = Step(primitive, tuple(sorted(static.items())), tuple(args), dtype.name)
+        found = self._add(step)
+        stays = name in ("add", "div", "max", "min", "rem", "convert_element_type")
+        stays = stays and np.issubdtype(dtype, np.signedinteger)
+        if name == "abs" or (stays and all(map(self._is_natural, args))):
+            self._natural.add(found)
+        return found
+
+    def _rewritten(self, name: str, params, args: Sequence, dtype) -> Argument | None:
+        """The same by operations that more kernels have."""
+        x = args[0]
+        if name == "add_any":
+            return self.emit(lax.add_p, {}, args, dtype)
+        if name in ("square", "one_minus_square"):
+            square = self.emit(lax.mul_p, {}, [x, x], dtype)
+            one = Constant.of(np.asarray(1, dtype))
+            is_square = name == "square"
+            return (
+                square if is_square else self.emit(lax.sub_p, {}, [one, square], dtype)
+            )
+        if name == "polynomial":  # of coefficients in ascending order
+            *lower, found = args[1:]
+            for coefficient in reversed(lower):
+                found = self.emit(lax.mul_p, {}, [found, x], dtype)
+                found = self.emit(lax.add_p, {}, [found, coefficient], dtype)
+            return found
+        if name == "integer_pow" and params["y"] < 0:
+            power = self.emit(lax.integer_pow_p, {"y": -params["y"]}, args, dtype)
+            one = Constant.of(np.asarray(1, dtype))
+            return self.emit(lax.div_p, {}, [one, power], dtype)
+        if name == "convert_element_type" and not isinstance(x, Constant):
+            return x if self._dtypes[x] == dtype else self._widened(x, dtype)
+        return None
+
+    def _widened(self, number: int, dtype) -> int | None:
+        """A read of narrow floats that gives wide ones, of which gradients are sums."""
+        narrow = self.steps[number - self._inputs] if number >= self._inputs else None
+        floats = all(
+            jnp.issubdtype(x, jnp.floating) for x in (dtype, self._dtypes[number])
+        )
+        if (
+            narrow is None
+            or narrow.primitive is not None
+            or not (self._widens and floats)
+        ):
+            return None
+        if jnp.dtype(dtype).itemsize < self._dtypes[number].itemsize:
+            return None
+        wide = self._add(narrow._replace(dtype=jnp.dtype(dtype).name))
+        self.wide[number - self._inputs] = wide - self._inputs
+        return wide
+
+    def _folded(self, name: str, args: Sequence, dtype) -> Argument | None:
+        """What is known without data."""
+        if all(isinstance(x, Constant) for x in args):
+            values = [x.value for x in args]
+            if name in _FOLDED:
+                return Constant.of(np.asarray(_FOLDED[name](*values), dtype))
+            if name == "convert_element_type":
+                return Constant.of(values[0].astype(dtype))
+        zero = [isinstance(x, Constant) and bool(x.value == 0) for x in args]
+        one = [isinstance(x, Constant) and bool(x.value == 1) for x in args]
+        if name == "lt" and zero[1] and self._is_natural(args[0]):
+            return Constant.of(np.False_)
+        if name == "select_n" and isinstance(args[0], Constant):
+            return args[1 + int(args[0].value)]
+        if name == "mul" and any(one):
+            return args[1 - one.index(True)]
+        return None
+
+    def special(self, equation, args: Sequence):
+        """Quotients of what is not negative are one step."""
+        called = equation.params.get("name")
+        if called not in ("floor_divide", "remainder") or len(args) != 2:
+            return None
+        aval, divisor = equation.outvars[0].aval, args[1]
+        if not np.issubdtype(aval.dtype, np.signedinteger):
+            return None
+        if not isinstance(divisor, Constant) or not divisor.value > 0:
+            return None
+        if not self._is_natural(args[0]):
+            return None
+        divisor = Constant.of(divisor.value.astype(aval.dtype))
+        primitive = lax.div_p if called == "floor_divide" else lax.rem_p
+        return [self.emit(primitive, {}, [args[0], divisor], aval.dtype)]

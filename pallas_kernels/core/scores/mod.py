@@ -1,0 +1,141 @@
+"""A caller's function of the score (`score_mod`, as FlexAttention has it)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.pointwise import SCORE, Program
+from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
+
+
+@term_dataclass(data=("arrays", "entry", "head"), meta=("program", "derivative"))
+class ScoreMod(Term):
+    """s' = f(s, b, h, q, kv), with the arrays that f captures.
+
+    The derivative is used only where the cotangent is not 0, and so only where the
+    probability is not: of a masked pair it may be NaN.
+
+    Attributes:
+      arrays: what the program reads: against the block, or tables.
+      entry, head: the numbers of the batch entry and of the query head; None where they
+        are not asked for.
+      program: of the score and its place (static).
+      derivative: of the same, and what the reads find: the derivatives by the score and
+        by each array of floats (static).
+    """
+
+    arrays: tuple[Any, ...]
+    entry: Any
+    head: Any
+    program: Program
+    derivative: Program
+
+    @property
+    def traits(self) -> TermTraits:
+        return TermTraits(
+            is_positional=self._is_positional,
+            is_absolute=self._is_positional,
+            may_mask=True,
+            keeps_lowest=False,
+            is_heavy=True,
+            maximum_may_grow=True,
+        )
+
+    @functools.cached_property
+    def _is_positional(self) -> bool:
+        return self.program.asks("q", "kv") or self.derivative.asks("q", "kv")
+
+    @property
+    def kept(self):
+        return "argument" if self.derivative.asks(SCORE) else "nothing"
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return self.program.operations | self.derivative.operations
+
+    @property
+    def words(self) -> str:
+        asks = "asks" if self.derivative.asks(SCORE) else "does not ask"
+        found = self.program.words(self.arrays)
+        return f"score_mod: {found}; its derivative {asks} for the score"
+
+    @property
+    def is_total(self) -> bool:
+        """Whether it makes no NaN of finite numbers, as far as is known."""
+        return self.program.is_total
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        return {self._name(i): self.arrays[i] for i in self._floats}
+
+    @property
+    def _floats(self) -> list[int]:
+        reads = enumerate(self.program.reads)
+        return [i for i, x in reads if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"score_mod {number}"
+
+    def _inputs(self, score, setting: Setting) -> list:
+        positions: tuple = (None, None)
+        if self._is_positional:
+            assert setting.positions is not None
+            positions = setting.positions()
+        return [score, self.entry, self.head, *positions]
+
+    def apply(self, scores: Scores, setting: Setting) -> Scores:
+        x = scores.value
+        (found,) = self.program.on_blocks(self._inputs(x, setting), self.arrays)
+        # An array may be mapped (`jax.vmap`) where the product is not.
+        shape = np.broadcast_shapes(x.shape, np.shape(found))
+        found = jnp.broadcast_to(found, shape)
+        # A score of -inf has no tangent, whatever the function's derivative is.
+        return Scores(jnp.where(found == -jnp.inf, -jnp.inf, found), 1.0)
+
+    def masks(self, shape: tuple[int, ...]) -> None:
+        del shape  # what the function gives is a mask already
+
+    def _derivatives(self, kept: Scores | None, setting: Setting) -> list:
+        inputs = self._inputs(None if kept is None else kept.value, setting)
+        reads = self.program.found(inputs, self.arrays) if self._reads_again else ()
+        inputs += reads if reads else [None] * len(self.arrays)
+        return self.derivative.on_blocks(inputs, ())
+
+    @functools.cached_property
+    def _reads_again(self) -> bool:
+        return self.derivative.asks(*self.derivative.inputs[5:])
+
+    def pull(self, ds, kept, setting, may_mask):
+        return _product(ds, self._derivatives(kept, setting)[0])
+
+    def pull_operand(self, name, ds, kept, setting):
+        number = 1 + list(self.operands).index(name)
+        return _product(ds, self._derivatives(kept, setting)[number])
+
+    def places(self, name: str, setting: Setting):
+        number = self._floats[list(self.operands).index(name)]
+        return self.program.places(number, self._inputs(None, setting), self.arrays)
+
+    def push(self, ds, tangents, kept, setting):
+        by_score, *by_operand = self._derivatives(kept, setting)
+        found = _product(ds, by_score)
+        for name, slope in zip(self.operands, by_operand, strict=True):
+            if name in tangents:
+                found = found + _product(tangents[name], slope)
+        return found
+
+
+def _product(ds: jax.Array, slope) -> jax.Array:
+    """ds times a derivative, of which NaN and infinity do not count where ds is 0."""
+    if isinstance(slope, np.ndarray):
+        return ds if slope == 1 else ds * slope
+    # Not the product's zero: that would have no tangent along ds.
+    is_finite = jnp.abs(slope) < jnp.inf
+    return ds * jnp.where((ds != 0.0) | is_finite, slope, 0.0)

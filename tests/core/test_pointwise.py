@@ -1,0 +1,232 @@
+"""Programs of functions of one pair: steps, intervals, derivatives, tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_flash2 import _api
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.masks import Tiling
+from pallas_kernels.core.pointwise import tables, trace
+from pallas_kernels.core.pointwise.program import only_live
+from tests.tiers import deeply
+
+B, N, T, S = 2, 2, 24, 30
+NATURAL = frozenset(("b", "h", "q", "kv"))
+RNG = np.random.default_rng(0)
+IDS = jnp.asarray(np.sort(RNG.integers(0, 5, (B, S))), jnp.int32)
+FLAGS = jnp.asarray(RNG.random(S) < 0.5)
+X = jnp.asarray(RNG.standard_normal((N, S)), jnp.float32)
+Q, KV = jnp.zeros((B, T, N, 16)), jnp.zeros((B, S, N, 16))
+
+
+def integer(rng, depth: int):
+    """A random function of (b, h, q, kv) that gives an int32."""
+    n = int(rng.integers(1, 9))
+    if depth == 0 or rng.random() < 0.2:
+        leaves = [
+            *(lambda b, h, q, kv, i=i: (b, h, q, kv)[i] for i in (1, 2, 3, 2, 3)),
+            lambda b, h, q, kv: IDS[b, q],
+            lambda b, h, q, kv: IDS[b, kv],
+            lambda b, h, q, kv: jnp.int32(3 * n - 8),
+        ]
+        return leaves[rng.integers(len(leaves))]
+    x, y = integer(rng, depth - 1), integer(rng, depth - 1)
+    operations = [
+        lambda a, b: a + b,
+        lambda a, b: a - b,
+        lambda a, b: a * (b % 5),
+        lambda a, b: jnp.minimum(a, b),
+        lambda a, b: jnp.maximum(a, -b),
+        lambda a, b: abs(a - b),
+        lambda a, b: a // n,
+        lambda a, b: a % n,
+        lambda a, b: jnp.where(a > b, a, n),
+        lambda a, b: a ^ b,
+        lambda a, b: a * 2**29 + b,
+    ]
+    operation = operations[rng.integers(len(operations))]
+    return lambda *at: operation(x(*at), y(*at))
+
+
+def boolean(rng, depth: int):
+    """A random function of (b, h, q, kv) that gives a bool."""
+    if depth == 0:
+        x, y = integer(rng, 2), integer(rng, 2)
+        bound = float(rng.standard_normal())
+        leaves = [
+            lambda *at: x(*at) <= y(*at),
+            lambda *at: x(*at) > y(*at),
+            lambda *at: x(*at) == y(*at),
+            lambda *at: x(*at) != y(*at),
+            lambda b, h, q, kv: FLAGS[kv],
+            lambda b, h, q, kv: X[h, kv] * 2.0 + x(b, h, q, kv) >= bound,
+            lambda b, h, q, kv: jnp.sqrt(X[h, q]) < bound,
+        ]
+        return leaves[rng.integers(len(leaves))]
+    a, b = boolean(rng, depth - 1), boolean(rng, depth - 1)
+    operations = [
+        lambda *at: a(*at) & b(*at),
+        lambda *at: a(*at) | b(*at),
+        lambda *at: ~a(*at),
+        lambda *at: jnp.where(a(*at), b(*at), ~b(*at)),
+    ]
+    return operations[rng.integers(len(operations))]
+
+
+def kept_and_relation(function, blocks, offset=0):
+    """Of all pairs; of pairs of blocks, some and all."""
+
+    @jax.jit
+    def run():
+        arguments = _api.given(Q, KV, KV, mask_mod=function, query_offset=offset)
+        spec = arguments.checked().spec
+        axes = ("b0", "n", "t", "s")
+        fields = jax.tree.map(lambda x: x.to(axes), spec)
+        (kept,) = fields.keep(np.arange(T)[:, None], np.arange(S))
+        (atom,) = spec.masks
+        found = atom.block_relation(Tiling(*blocks, T, S, spec.positions))
+        return kept, *(x.to(("b0", "n", "i", "j")) for x in found)
+
+    kept, *found = run()
+    shape = (B, N, -(-T // blocks[0]), -(-S // blocks[1]))
+    kept = np.broadcast_to(kept, (B, N, T, S))
+    if offset >= 0:  # else positions below 0 are clamped where JAX's indices wrap
+        b, h, q, kv = np.indices(kept.shape, dtype=np.int32)
+        expected = jax.jit(jnp.vectorize(function))(b, h, q + np.int32(offset), kv)
+        np.testing.assert_array_equal(kept, expected)
+    return kept, *(np.broadcast_to(x, shape) for x in found)
+
+
+def check_relation(function, blocks, offset=0):
+    kept, some, every = kept_and_relation(function, blocks, offset)
+    for i, j in np.ndindex(some.shape[2:]):
+        rows = slice(i * blocks[0], (i + 1) * blocks[0])
+        keys = slice(j * blocks[1], (j + 1) * blocks[1])
+        block = kept[:, :, rows, keys]
+        assert np.all(some[..., i, j] | ~block.any((2, 3)))
+        assert np.all(~every[..., i, j] | block.all((2, 3)))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 2**31), st.sampled_from([(8, 8), (5, 16)]), st.sampled_from([0, -9])
+)
+def test_intervals_are_sound(seed, blocks, offset):
+    check_relation(boolean(np.random.default_rng(seed), 2), blocks, offset)
+
+
+@pytest.mark.parametrize("seed", deeply(*range(300)))
+def test_intervals_of_more_functions_are_sound(seed):
+    rng = np.random.default_rng(seed)
+    check_relation(
+        boolean(rng, 3), (int(rng.integers(1, 9)), 7), int(rng.integers(-9, 9))
+    )
+
+
+EXACT = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 7) | (kv < 4),
+    "documents": lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q >= kv),
+    "prefix": lambda b, h, q, kv: (kv <= q) | (kv < 9),
+    "neighbours": lambda b, h, q, kv: abs(q // 6 - kv // 6) <= 1,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_intervals_are_exact(name):
+    """Of common masks, no block is visited in vain."""
+    kept, some, every = kept_and_relation(EXACT[name], (6, 6))
+    blocks = kept.reshape(B, N, 4, 6, 5, 6)
+    np.testing.assert_array_equal(some, blocks.any((3, 5)))
+    if name != "prefix":
+        np.testing.assert_array_equal(every, blocks.all((3, 5)))
+
+
+def real(rng, depth: int):
+    """A random function of (score, b, h, q, kv) that gives a float32."""
+    if depth == 0:
+        leaves = [
+            lambda s, b, h, q, kv: s,
+            lambda s, b, h, q, kv: X[h, kv],
+            lambda s, b, h, q, kv: X[h, (q - kv) % 7],
+            lambda s, b, h, q, kv: (q - kv) / 8.0,
+        ]
+        return leaves[rng.integers(len(leaves))]
+    x, y = real(rng, depth - 1), real(rng, depth - 1)
+    operations = [
+        lambda a, b: a + b,
+        lambda a, b: a - 0.5 * b,
+        lambda a, b: a * jnp.tanh(b),
+        lambda a, b: a / (2.0 + b * b),
+        lambda a, b: jnp.sin(a) + jnp.maximum(a, b),
+        lambda a, b: jnp.where(a > b, a, jax.nn.silu(b)),
+        lambda a, b: jnp.exp(-abs(a)) + jnp.log1p(b * b),
+        lambda a, b: jax.nn.relu(a) - jax.scipy.special.erf(b),
+    ]
+    operation = operations[rng.integers(len(operations))]
+    return lambda *at: operation(x(*at), y(*at))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *deeply(*range(4, 100))])
+def test_programs_are_their_functions(seed):
+    """Their values, and derivatives by the score and by each read."""
+    function = real(np.random.default_rng(seed), 3)
+    traced = trace(function, jnp.float32, NATURAL)
+    at = jnp.float32(0.7), *(jnp.int32(x) for x in (1, 1, 9, 4))
+    read = lambda step, index: traced.captured[step.params[0]][tuple(index)]  # noqa: E731
+    bound = lambda step, args: step.bound(*args)  # noqa: E731
+    (found,) = traced.program.run(at, read, bound)
+    value, slope = jax.value_and_grad(function)(*at)
+    np.testing.assert_allclose(found, value, rtol=2e-6, atol=1e-6)
+    reads = [
+        traced.captured[x.params[0]][_index(traced.program, x, at)]
+        for x in traced.program.reads
+    ]
+    derivative = traced.derivative(jnp.float32)
+    by_score, *_ = derivative.run((*at, *reads), read, bound)
+    np.testing.assert_allclose(by_score, slope, rtol=1e-5, atol=1e-6)
+
+
+def _index(program, step, at):
+    live = only_live(program, step.args)
+    return tuple(live.run(at, None, lambda step, args: step.bound(*args)))
+
+
+def test_equal_functions_are_equal_programs():
+    def program(factor, x):
+        def function(s, b, h, q, kv):
+            return jnp.where(q % 3 == 0, s * factor, jnp.float32(jnp.nan)) + x[h, kv]
+
+        return trace(function, jnp.float32, NATURAL).program
+
+    assert program(2.0, X) == program(2.0, X + 1)
+    assert hash(program(2.0, X)) == hash(program(2.0, X + 1))
+    assert program(2.0, X) != program(3.0, X)
+
+
+def test_indices_are_seen_through_jaxs_wrap():
+    def function(s, b, h, q, kv):
+        return s + X[h, kv] + X[h][kv] + X[:, kv][h] + X.at[h, kv].get(mode="clip")
+
+    traced = trace(function, jnp.float32, NATURAL)
+    (read,) = traced.program.reads
+    assert [traced.program.inputs[x] for x in read.args] == ["h", "kv"]
+
+
+def test_sums_of_a_table():
+    """In one order, and of places that depend on some of the axes."""
+    numbers = np.float32(RNG.standard_normal((B, N, T, S)))
+    x = Named(jnp.asarray(numbers), ("b0", "n", "t", "s"))
+    places = RNG.integers(-2, 9, (N, T, S)).astype(np.int32)
+    at = Named(jnp.asarray(places), ("n", "t", "s"))
+    expected = np.zeros((N, 7))
+    heads = np.broadcast_to(np.arange(N)[:, None, None], places.shape)
+    np.add.at(expected, (heads, np.clip(places, 0, 6)), numbers.sum(0))
+    found = tables.gradient(x, at, ("n", "x7"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    found = tables.gradient(x, at, ("x7",))
+    np.testing.assert_allclose(found, expected.sum(0), rtol=1e-4, atol=1e-4)

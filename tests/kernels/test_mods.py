@@ -1,0 +1,425 @@
+"""`score_mod` and `mask_mod`: functions of one pair, on every backend."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import Blocks, Config, Context, attention, explain
+from tests import mosaic_interpreter, tolerances
+from tests.cases import ON_GPU, by_name
+from tests.divided import Divided
+from tests.lowering import lower_for_gpu, on_gpu
+from tests.mosaic import with_heads
+from tests.tiers import deeply
+
+B, T, S, N, K, H = 2, 40, 45, 4, 2, 16
+SMALL = Blocks(16, 16, 4, 1)
+BACKENDS = {
+    "xla": {"implementation": "xla"},
+    "blocks": {"implementation": "xla", "config": Config(SMALL, SMALL)},
+    "triton": {
+        "implementation": "triton",
+        "config": Config(SMALL, SMALL, dq=SMALL, dbias=SMALL, interpret=not ON_GPU),
+    },
+    "reference": {"implementation": "reference"},
+}
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+ARRAYS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
+COTANGENT = array(B, T, N, H)
+IDS = jnp.asarray(np.cumsum(RNG.random((B, S)) < 0.1, axis=1), jnp.int32)
+KEYS, ROWS, PAIRS, TABLE, GAIN = (
+    array(*shape) for shape in ((B, S), (N, T), (T, S), (N, 8), (N,))
+)
+
+
+def bucket(distance):
+    return jnp.clip(abs(distance) // 4, 0, 7)
+
+
+# Functions of captured arrays that give a score_mod; the arrays.
+SCORES = {
+    "soft_cap": (lambda: lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5), ()),
+    "distance": (lambda: lambda s, b, h, q, kv: s - (h + 1) * abs(q - kv) / 9, ()),
+    "of_keys": (lambda x: lambda s, b, h, q, kv: s + x[b, kv], (KEYS,)),
+    "of_rows": (lambda x: lambda s, b, h, q, kv: s * x[h, q], (ROWS,)),
+    "of_pairs": (lambda x: lambda s, b, h, q, kv: s + x[q, kv], (PAIRS,)),
+    "scalar": (lambda x: lambda s, b, h, q, kv: jnp.sinh(s * x), (jnp.float32(0.3),)),
+    "masking": (
+        lambda x: lambda s, b, h, q, kv: jnp.where(q >= kv, s * x[h], -jnp.inf),
+        (GAIN,),
+    ),
+    "table": (lambda x: lambda s, b, h, q, kv: s + x[h, bucket(q - kv)], (TABLE,)),
+    "computed": (
+        lambda x, y: (
+            lambda s, b, h, q, kv: jnp.where(
+                kv % 3 == 0, s * x[h], jax.nn.silu(s) + y[h, kv // 2]
+            )
+        ),
+        (GAIN, ROWS),
+    ),
+}
+ROW_READS = ("of_rows", "of_pairs")
+IN_TABLES = ("table", "computed")
+MASKS = {
+    "none": None,
+    "documents": lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q >= kv),
+    "neighbours": lambda b, h, q, kv: (
+        (abs(q // 8 - kv // 8) <= 1) & (abs(q % 8 - kv % 8) <= 2)
+    ),
+    "window": lambda b, h, q, kv: (q >= kv) & (q - kv <= 6) | (kv < 3),
+    "of_floats": lambda b, h, q, kv: (PAIRS[q, kv] > -0.5) | (h == 1),
+}
+
+
+def dense(q, k, v, score_mod=None, mask_mod=None, offset=0):
+    """Attention by whole matrices, in the dtype of its arguments."""
+    scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, N // K, 2)) / np.sqrt(H)
+    b, h, rows, keys = jnp.indices(scores.shape, dtype=jnp.int32)
+    places = b, h, rows + offset, keys
+    if score_mod is not None:
+        scores = jnp.vectorize(score_mod)(scores, *places)
+    if mask_mod is not None:
+        kept = jnp.vectorize(mask_mod)(*places)
+        scores = jnp.where(kept, scores, -jnp.inf)
+    has_keys = jnp.any(scores > -jnp.inf, axis=-1, keepdims=True)
+    p = jax.nn.softmax(jnp.where(has_keys, scores, 0.0))
+    p = jnp.where(has_keys, p, 0.0)
+    return jnp.einsum("bnts,bsnh->btnh", p, jnp.repeat(v, N // K, 2))
+
+
+def results(call, make, mask, arrays, captured):
+    """The output and the gradients of arrays and of what the function captures."""
+
+    def run(q, k, v, *captured):
+        score_mod = make(*captured) if make else None
+        return call(q, k, v, score_mod=score_mod, mask_mod=mask)
+
+    out, pull = jax.vjp(run, *arrays, *captured)
+    return out, *pull(COTANGENT.astype(out.dtype))
+
+
+def exact(make, mask, captured, offset=0):
+    """In float64."""
+    with jax.enable_x64(True):
+        arrays, captured = jax.tree.map(
+            lambda x: x.astype(jnp.float64), (ARRAYS, captured)
+        )
+        call = functools.partial(dense, offset=offset)
+        return jax.tree.map(np.asarray, results(call, make, mask, arrays, captured))
+
+
+def check(found, expected, bound=3e-6):
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert np.max(np.abs(a - b)) <= bound * (np.max(np.abs(b)) + 1e-3)
+
+
+FEW = [("computed", "documents"), ("table", "window"), ("of_rows", "neighbours")]
+MANY = [
+    *((name, "none") for name in SCORES),
+    *((None, mask) for mask in MASKS if mask != "none"),
+]
+
+
+@pytest.mark.parametrize(("score", "mask"), [*FEW, *deeply(*MANY)])
+@pytest.mark.parametrize("backend", [*BACKENDS])
+def test_dense_attention(backend, score, mask):
+    if backend == "triton" and score in IN_TABLES:
+        pytest.skip("kernels read no tables")
+    make, captured = SCORES[score] if score else (None, ())
+    options = {**BACKENDS[backend], "precision": "highest"}
+    call = functools.partial(attention, **options)
+    run = jax.jit(functools.partial(results, call, make, MASKS[mask]))
+    check(run(ARRAYS, captured), exact(make, MASKS[mask], captured))
+
+
+@pytest.mark.parametrize(
+    ("score", "offset"),
+    [("of_rows", 5), *deeply(("of_keys", -7), ("of_pairs", -7), ("table", 5))],
+)
+def test_positions_begin_at_the_offset(score, offset):
+    """What a position indexes is clamped, at both ends."""
+    make, captured = SCORES[score]
+    mask = MASKS["window"]
+    options = {**BACKENDS["blocks"], "precision": "highest", "query_offset": offset}
+    run = functools.partial(attention, **options)
+    found = jax.jit(functools.partial(results, run, make, mask))(ARRAYS, captured)
+    at = np.clip(np.arange(T) + offset, 0, T - 1)
+
+    def shifted(x):
+        """The same of the rows that are read, for rows from 0 on."""
+        of_rows = {"of_rows": x[:, at], "of_pairs": x[at]} if score in ROW_READS else {}
+        mod = make(of_rows.get(score, x))
+        start = offset if score in ROW_READS else 0
+        return lambda s, b, h, q, kv: mod(s, b, h, q - start, kv)
+
+    check(found, exact(shifted, mask, captured, offset))
+
+
+def test_an_offset_for_each_entry():
+    make, captured = SCORES["table"]
+    offsets = jnp.array([3, 11])
+    options = {**BACKENDS["blocks"], "precision": "highest"}
+    found = attention(
+        *ARRAYS, score_mod=make(*captured), query_offset=offsets, **options
+    )
+    for entry, offset in enumerate([3, 11]):
+        (expected, *_) = exact(make, None, captured, offset)
+        check([found[entry]], [expected[entry]])
+
+
+BUILT_IN = {
+    "causal": ({"is_causal": True}, {"mask_mod": lambda b, h, q, kv: q >= kv}),
+    "window": (
+        {"local_window_size": (7, 3)},
+        {"mask_mod": lambda b, h, q, kv: (q - kv <= 7) & (kv - q <= 3)},
+    ),
+    "documents": (
+        {"query_segment_ids": IDS[:, :T], "key_value_segment_ids": IDS},
+        {"mask_mod": lambda b, h, q, kv: IDS[b, q] == IDS[b, kv]},
+    ),
+    "soft_cap": (
+        {"logits_soft_cap": 5.0},
+        {"score_mod": lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5)},
+    ),
+    "alibi": (
+        {"alibi_slopes": GAIN},
+        {"score_mod": lambda s, b, h, q, kv: s - GAIN[h] * abs(q - kv)},
+    ),
+    "bias": (
+        {"bias": PAIRS},
+        {"score_mod": lambda s, b, h, q, kv: s + PAIRS[q, kv]},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["documents", "soft_cap", "alibi", *deeply("causal", "window", "bias")]
+)
+def test_what_is_built_in_is_the_same(name):
+    """Beside dropout, lengths and a sink."""
+    built_in, as_function = BUILT_IN[name]
+    more = {
+        **BACKENDS["blocks"],
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(0),
+        "key_value_seq_lengths": jnp.array([31, 45]),
+        "sinks": GAIN,
+    }
+    expected, found = (
+        attention(*ARRAYS, **more, **options) for options in (built_in, as_function)
+    )
+    check([found], [expected], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mask"),
+    [("xla", "documents"), *deeply(("triton", "documents"), ("xla", "neighbours"))],
+)
+def test_error_rule_of_masks(backend, mask):
+    """In bfloat16, as of the mask of all pairs."""
+    case = by_name("plain")
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    b, h, q, kv = np.indices((*case.batch, case.n, case.t, case.s), dtype=np.int32)
+    ids = jnp.arange(case.s, dtype=jnp.int32) ** 2 // 90
+
+    def mask_mod(b, h, q, kv):
+        return MASKS[mask](b, h, q, kv) if mask != "documents" else ids[q] == ids[kv]
+
+    kept = np.asarray(jnp.vectorize(mask_mod)(b, h, q, kv))
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    known = arrays, cotangents, {**arguments, "mask": kept}
+    found = tolerances.evaluate(
+        arrays, cotangents, {**arguments, "mask_mod": mask_mod, **BACKENDS[backend]}
+    )
+    unit = tolerances.unit_roundoff(jnp.bfloat16)
+    tolerances.check(found, tolerances.exact(*known), tolerances.plain(*known), unit)
+
+
+@pytest.mark.skipif(
+    ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
+)
+@pytest.mark.parametrize("score", deeply("masking", "of_pairs", "soft_cap"))
+def test_mosaic_gpu_kernels(score, monkeypatch):
+    mosaic_interpreter.install(monkeypatch)
+    case = with_heads(by_name("plain"), 64)
+    arrays, arguments = case.inputs(jnp.bfloat16)
+    make, captured = SCORES[score]
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    own = {**arguments, "score_mod": make(*captured)}
+    found = mosaic_interpreter.evaluate(arrays, cotangents, own)
+    expected = attention(*arrays, **own, implementation="xla")
+    assert np.max(np.abs(found["out"] - np.asarray(expected, float))) < 0.02
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_kernels_lower_or_decline_by_name(backend):
+    x = jax.ShapeDtypeStruct((1, 512, N, 128), jnp.bfloat16)
+    ids = jnp.zeros((1, 512), jnp.int32)
+
+    def loss(q, gain):
+        out = attention(
+            *(q, q, q),
+            score_mod=lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5) * gain[h],
+            mask_mod=lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv),
+            implementation=backend,
+        )
+        return out.astype(jnp.float32).sum()
+
+    text = lower_for_gpu(jax.grad(loss, (0, 1)), x, GAIN)
+    kernels = {"triton": "xla.gpu.triton", "mosaic_gpu": "mosaic_gpu_v2"}
+    assert kernels[backend] in text
+    with on_gpu():
+        make, captured = SCORES["table"]
+        tabled = explain(x, x, x, score_mod=make(*captured))
+        erf = explain(x, x, x, score_mod=lambda s, *_: jax.scipy.special.erf(s))
+    lacks = f"{backend}: its kernels lack an array read at a computed index"
+    assert lacks in tabled
+    words = (
+        r"score_mod: \d+ operations for a pair, a table of 8 along n; its derivative"
+    )
+    assert re.search(words, tabled)
+    assert tabled.startswith("implementation: xla")
+    assert re.search(rf"{backend}: its kernels lack [a-z0-9 ,]*\berf\b", erf)
+
+
+def test_equal_functions_share_one_trace():
+    """A fresh closure is no new program; another number is one."""
+
+    def program(factor, x):
+        def run(q, k, v, x):
+            return attention(
+                q, k, v, score_mod=lambda s, b, h, q, kv: s * factor + x[h]
+            )
+
+        return str(jax.make_jaxpr(run)(*ARRAYS, x))
+
+    one, same = program(2.0, GAIN), program(2.0, GAIN + 1)
+    assert one == same
+    assert one != program(3.0, GAIN)
+
+
+def test_maps_and_derivatives():
+    """`vmap` of captures alone, forward mode, and reverse over forward."""
+    q, k, v = (x[:, :12] for x in ARRAYS)
+
+    def run(q, x):
+        return attention(
+            *(q, k, v),
+            score_mod=lambda s, b, h, q, kv: jnp.sin(s * x[h]) + x[kv % 4],
+            mask_mod=lambda b, h, q, kv: q >= kv,
+            implementation="xla",
+        )
+
+    def by_matrices(q, x):
+        def score_mod(s, b, h, q, kv):
+            return jnp.sin(s * x[h]) + x[kv % 4]
+
+        return dense(q, k, v, score_mod, lambda b, h, q, kv: q >= kv)
+
+    many = jnp.stack([GAIN, 2 * GAIN])
+    mapped = jax.vmap(run, (None, 0))(q, many)
+    check(mapped, [by_matrices(q, x) for x in many], 1e-5)
+    for differentiate in (
+        lambda f: jax.jvp(f, (q, GAIN), (q, GAIN))[1],
+        lambda f: jax.grad(lambda x: jnp.sum(jnp.cos(f(q, x))))(GAIN),
+        lambda f: jax.jvp(
+            jax.grad(lambda x: jnp.sum(jnp.cos(f(q, x)))), (GAIN,), (GAIN,)
+        )[1],
+    ):
+        check([differentiate(run)], [differentiate(by_matrices)], 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["blocks", *deeply("triton")])
+def test_nan_outside_of_a_mask_stays_there(backend):
+    """Of the function, and of its derivative, beyond the rows, too."""
+
+    def call(x, *, safe):
+        def score_mod(s, b, h, q, kv):
+            inside = jnp.log(38.0 - q) * jnp.sqrt(43.0 - kv) * x[h]
+            return s + (
+                jnp.where((q < 38) & (kv < 43), inside, 0.0) if safe else inside
+            )
+
+        return attention(
+            *ARRAYS,
+            score_mod=score_mod,
+            mask_mod=lambda b, h, q, kv: (q < 38) & (kv < 43),
+            **BACKENDS[backend],
+        )
+
+    with jax.debug_nans(False):
+        pairs = [
+            jax.value_and_grad(lambda x, safe=safe: jnp.sum(call(x, safe=safe) ** 2))(
+                GAIN
+            )
+            for safe in (True, False)
+        ]
+    check(pairs[1], pairs[0], 2e-5)
+
+
+@pytest.mark.parametrize("method", ["ring", *deeply("gather", "heads")])
+def test_rows_on_several_devices(method):
+    """Positions and captured arrays are those of all rows."""
+    arrays = [jnp.tile(x[:1, :32], (1, 1, N // x.shape[2], 1)) for x in ARRAYS]
+    make, captured = SCORES["table"]
+    options = {
+        "score_mod": lambda s, *at: make(*captured)(s, *at) + KEYS[at[0], at[3]],
+        "mask_mod": MASKS["documents"],
+        "implementation": "xla",
+    }
+    expected = attention(*arrays, **options)
+    divided = Divided(Context("x", 8, method), (2,))
+    check([divided(*arrays, **options)], [expected])
+
+
+X = jnp.zeros((3, 4))
+WRONG = {
+    "must be a function of (score, b, h, q, kv), got int": 3,
+    "must be a function of (score, b, h, q, kv): too many": lambda s, b, h, q: s,
+    "must return a float32 scalar, got int32 of shape (): convert": (
+        lambda s, b, h, q, kv: q
+    ),
+    "must return a float32 scalar, got float32 of shape (1,)": (
+        lambda s, b, h, q, kv: s[None]
+    ),
+    "must return one float32 scalar": lambda s, b, h, q, kv: (s, s),
+    "uses a captured array of shape (3, 4) whole ('reduce_sum', test_mods.py:": (
+        lambda s, b, h, q, kv: s + jnp.sum(X)
+    ),
+    "uses 'cond' (test_mods.py:": (
+        lambda s, b, h, q, kv: jax.lax.cond(q > 1, lambda: s, lambda: 2 * s)
+    ),
+    "must be a function of numbers that JAX can trace": (
+        lambda s, b, h, q, kv: s if q > kv else -s
+    ),
+    "jnp.asarray(x)[q] of a NumPy array": (lambda s, b, h, q, kv: s + np.zeros(3)[kv]),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_errors(text):
+    with pytest.raises((TypeError, ValueError), match="score_mod") as error:
+        attention(*ARRAYS, score_mod=WRONG[text])
+    assert text in str(error.value)
+
+
+def test_errors_of_masks():
+    with pytest.raises(
+        TypeError, match="mask_mod must return a bool scalar, got int32"
+    ):
+        attention(*ARRAYS, mask_mod=lambda b, h, q, kv: q)
+    with pytest.raises(
+        TypeError, match=r"mask_mod must be a function of \(b, h, q, kv\)"
+    ):
+        attention(*ARRAYS, mask_mod=lambda s, b, h, q, kv: True)
