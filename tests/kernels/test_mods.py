@@ -1,5 +1,6 @@
 """`score_mod` and `mask_mod`: functions of one pair, on every backend."""
 
+import dataclasses
 import functools
 import re
 
@@ -249,17 +250,32 @@ def test_error_rule_of_masks(backend, mask):
 @pytest.mark.skipif(
     ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
 )
-@pytest.mark.parametrize("score", deeply("masking", "of_pairs", "soft_cap"))
-def test_mosaic_gpu_kernels(score, monkeypatch):
+@pytest.mark.parametrize("score", deeply("masking", "of_keys", "of_pairs", "soft_cap"))
+def test_mosaic_gpu_kernels(score, any_size, monkeypatch):
+    """Both passes, beside the loops."""
     mosaic_interpreter.install(monkeypatch)
-    case = with_heads(by_name("plain"), 64)
+    case = with_heads(dataclasses.replace(by_name("plain"), n=N, k=K), 64)
     arrays, arguments = case.inputs(jnp.bfloat16)
     make, captured = SCORES[score]
-    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    do, dlse = tolerances.cotangents_for(case, jnp.bfloat16)
     own = {**arguments, "score_mod": make(*captured)}
-    found = mosaic_interpreter.evaluate(arrays, cotangents, own)
-    expected = attention(*arrays, **own, implementation="xla")
-    assert np.max(np.abs(found["out"] - np.asarray(expected, float))) < 0.02
+    found = mosaic_interpreter.evaluate(arrays, (do, dlse), own)
+
+    def loops(q, k, v, *captured):
+        more = {"implementation": "xla", "return_residual": True}
+        own = {**arguments, "score_mod": make(*captured)}
+        return attention(q, k, v, **own, **more)
+
+    (out, _), pull = jax.vjp(loops, *arrays, *captured)
+    names = "out", "query", "key", "value", "score_mod 0"
+    results = dict(zip(names, (out, *pull((do, dlse))), strict=False))
+    assert {"out", "query", "key", "value"} <= {*found}
+    for name in {*found} & {*results}:
+        expected = np.asarray(results[name], float)
+        if score == "of_pairs" and name == "score_mod 0":  # the rows of this call
+            expected = expected[: case.t, : case.s]
+        actual = found[name].reshape(expected.shape)
+        assert np.max(np.abs(actual - expected)) < 0.02 * np.max(np.abs(expected)), name
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
