@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import context, flash2, gpus, kernels, lowering, mosaic_gpu
+from tests.faults import context, flash2, gpus, kernels, lowering, mods, mosaic_gpu
 from tests.faults.kernels import COUNTS, REGIME, of, rule
 
 LITERAL = "tests/core/test_mask.py -k literal"
@@ -402,4 +402,5 @@ MUTANTS = [
     *context.MUTANTS,
     *gpus.MUTANTS,
     *lowering.MUTANTS,
+    *mods.MUTANTS,
 ]

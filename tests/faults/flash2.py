@@ -103,8 +103,8 @@ MUTANTS = [
         ),
         (
             "a product of NaN beside a bias of -inf",
-            "x = jnp.where(term.masks(scores.x.shape), -jnp.inf, scores.x)",
-            "x = jnp.where(term.masks(scores.x.shape), -jnp.inf, scores.x) + 0 * qk",
+            "x = jnp.where(masked, -jnp.inf, scores.x)",
+            "x = jnp.where(masked, -jnp.inf, scores.x) + 0 * qk",
             f"{MASKED} -k 'comes_through and bias_soft_cap-xla'",
         ),
         (

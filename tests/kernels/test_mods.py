@@ -167,6 +167,14 @@ def test_positions_begin_at_the_offset(score, offset):
     check(found, exact(shifted, mask, captured, offset))
 
 
+def test_indices_that_are_read_beforehand_begin_at_the_offset():
+    """Those of a mask, computed without keys."""
+    limit = jnp.asarray(RNG.integers(1, S, 40), jnp.int32)
+    mask = {"mask_mod": lambda b, h, q, kv: kv < limit[q // 2]}
+    found = attention(*ARRAYS, **mask, **BACKENDS["blocks"], query_offset=9)
+    check([found], [dense(*ARRAYS, **mask, offset=9)], 1e-5)
+
+
 def test_an_offset_for_each_entry():
     make, captured = SCORES["table"]
     offsets = jnp.array([3, 11])

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
@@ -153,9 +154,9 @@ def test_blocks_that_the_kernels_cannot_have_go_to_triton(name):
     kernel, head, blocks, words = UNFIT[name]
     assert words in (unfit(kernel, blocks, head) or "")
     field = gradient_blocks.FIELDS[kernel]
-    bias = jax.ShapeDtypeStruct((16, 2048, 2048), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((16, 4096, 4096), jnp.bfloat16)
     arguments = {"bias": bias} if kernel == "dbias" else {}
-    text = explained((2, 2048, 16), head, Config(**{field: blocks}), **arguments)
+    text = explained((2, 4096, 16), head, Config(**{field: blocks}), **arguments)
     assert text.startswith("implementation: mosaic_gpu")
     of_pass = "gradients of" if kernel == "dbias" else "backward"
     (line,) = (x for x in text.splitlines() if x.strip().startswith(of_pass))
@@ -178,9 +179,10 @@ def test_the_callers_blocks_are_not_slower_ones():
     assert "backward: triton (not mosaic_gpu: about" in few
     more = explained((8, 512, 16), 64, Config(dkv=Blocks(64, 64, 4, 2)))
     assert "backward: mosaic_gpu" in more
-    wide = explained((64, 256, 8), 256, None)
+    lengths = {"key_value_seq_lengths": np.full(64, 150, np.int32)}
+    wide = explained((64, 160, 8), 256, None, **lengths)
     assert "backward: triton (not mosaic_gpu: about" in wide
-    more = explained((64, 256, 8), 256, Config(dq=Blocks(64, 64, 4, 2)))
+    more = explained((64, 160, 8), 256, Config(dq=Blocks(64, 64, 4, 2)), **lengths)
     assert "backward: mosaic_gpu" in more
 
 

@@ -74,7 +74,7 @@ def recoded():
     _original["code"] = copy
 
     def replacement(*args, **kwargs):
-        from tests import test_interception
+        from tests.transforms import test_interception
 
         return test_interception._rounded("code", *args, **kwargs)
 

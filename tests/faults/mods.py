@@ -1,0 +1,102 @@
+"""Faults of functions of pairs, `score_mod` and `mask_mod`: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+DENSE = "tests/kernels/test_mods.py -k 'dense_attention and {}'"
+OFFSET = "tests/kernels/test_mods.py -k 'begin_at_the_offset'"
+SOUND = "tests/core/test_pointwise.py -k sound"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/scores/mod.py",
+        (
+            "a derivative that is not finite counts for masked pairs",
+            "return ds * jnp.where((ds != 0.0) | is_finite, slope, 0.0)",
+            "return ds * slope",
+            "tests/kernels/test_mods.py -k nan_outside",
+        ),
+        (
+            "a function has the slope of its first operand for all",
+            "number = 1 + list(self.operands).index(name)",
+            "number = min(1, len(self.operands))",
+            DENSE.format("xla and computed"),
+        ),
+        (
+            "a function's score has no slope",
+            "return _product(ds, self._derivatives(kept, setting)[0])",
+            "return ds",
+            "tests/kernels/test_mods.py -k 'dense_attention and blocks and of_rows'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/intervals.py",
+        (
+            "corners of a product are its ends",
+            "corners = [(a, b) for a in args[0] for b in args[1]]",
+            "corners = list(zip(*args, strict=True))",
+            SOUND,
+        ),
+        (
+            "remainders of one period for all",
+            "same = (x[0] // n == x[1] // n) & (x[0] >= 0)",
+            "same = x[0] >= 0",
+            SOUND,
+        ),
+        (
+            "not of an interval as of a number",
+            '"not": lambda step, x: (~x[1], ~x[0]),',
+            '"not": lambda step, x: (~x[0], ~x[1]),',
+            "tests/core/test_pointwise.py -k 'sound or exact'",
+        ),
+        (
+            "an absolute value is never 0 between its ends",
+            "least = jnp.where((x[0] <= 0) & (x[1] >= 0), 0, jnp.minimum(low, high))",
+            "least = jnp.minimum(low, high)",
+            SOUND,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/tables.py",
+        (
+            "places of a table in the order of pairs",
+            "return a_begins | b_begins, jnp.where(b_begins, right, left + right)",
+            "return a_begins | b_begins, left + right",
+            "tests/core/test_pointwise.py -k sums_of_a_table",
+        ),
+        (
+            "places that no pair read have a gradient",
+            "return jnp.where(is_met, jnp.take_along_axis(sums, last, axis=-1), 0)",
+            "return jnp.take_along_axis(sums, last, axis=-1)",
+            "tests/core/test_pointwise.py -k sums_of_a_table",
+        ),
+    ),
+    *of(
+        "jax_flash2/_mods.py",
+        (
+            "a captured array begins at row 0 of any offset",
+            "start = jnp.clip(jnp.asarray(offset.value) + rows, 0, size + rows)",
+            "start = jnp.int32(rows)",
+            OFFSET,
+        ),
+        (
+            "positions without the offset",
+            "return Named(rows.to(axes) + jnp.asarray(offset.value)[..., None], axes)",
+            "return Named(rows.to(axes) + 0 * offset.value[..., None], axes)",
+            "tests/kernels/test_mods.py -k read_beforehand",
+        ),
+        (
+            "captured rows of the first device for all",
+            "lax.dynamic_index_in_dim(x, sharding.rank(), axis + 1, keepdims=False)",
+            "lax.index_in_dim(x, 0, axis + 1, keepdims=False)",
+            "tests/kernels/test_mods.py -k several_devices",
+        ),
+        (
+            "an index beyond an array is that of its first element",
+            'return jnp.pad(x, pad, mode="edge")',
+            "return jnp.pad(x, pad)",
+            OFFSET,
+        ),
+    ),
+]
