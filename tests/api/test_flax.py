@@ -61,7 +61,7 @@ def test_linen(layer, mask, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [True, *deeply(False)])
 def test_nnx(causal, backend):
     function = functools.partial(flax_attention, **BACKENDS[backend])
 

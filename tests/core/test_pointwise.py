@@ -119,7 +119,7 @@ def test_intervals_are_sound(seed, blocks, offset):
     check_relation(boolean(np.random.default_rng(seed), 2), blocks, offset)
 
 
-@pytest.mark.parametrize("seed", deeply(*range(300)))
+@pytest.mark.parametrize("seed", deeply(*range(16)))
 def test_intervals_of_more_functions_are_sound(seed):
     rng = np.random.default_rng(seed)
     check_relation(
@@ -171,7 +171,7 @@ def real(rng, depth: int):
     return lambda *at: operation(x(*at), y(*at))
 
 
-@pytest.mark.parametrize("seed", [*range(4), *deeply(*range(4, 100))])
+@pytest.mark.parametrize("seed", [*range(2), *deeply(*range(2, 12))])
 def test_programs_are_their_functions(seed):
     """Their values, and derivatives by the score and by each read."""
     function = real(np.random.default_rng(seed), 3)
@@ -227,7 +227,8 @@ def test_sums_of_a_table():
     expected = np.zeros((N, 7))
     heads = np.broadcast_to(np.arange(N)[:, None, None], places.shape)
     np.add.at(expected, (heads, np.clip(places, 0, 6)), numbers.sum(0))
-    found = tables.gradient(x, at, ("n", "x7"))
+    gradient = jax.jit(tables.gradient, static_argnums=2)
+    found = gradient(x, at, ("n", "x7"))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    found = tables.gradient(x, at, ("x7",))
+    found = gradient(x, at, ("x7",))
     np.testing.assert_allclose(found, expected.sum(0), rtol=1e-4, atol=1e-4)

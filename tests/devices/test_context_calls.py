@@ -95,7 +95,7 @@ def test_types_need_not_be_checked(x64):
     close(run(unchecked), run(attention))
 
 
-@pytest.mark.parametrize("stripes", [None, 16])
+@pytest.mark.parametrize("stripes", [16, *deeply(None)])
 def test_two_axes(stripes, x64):
     """Between hosts a ring; within a host heads are divided, if they can be."""
     arrays, heads = operands(), []

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention, explain
 from tests.cases import BACKENDS, ON_GPU
+from tests.tiers import deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -75,7 +76,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("specs", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("kind", ["causal", "bias", "window"])
+@pytest.mark.parametrize("kind", ["bias", *deeply("causal", "window")])
 def test_divided_rows(specs, kind):
     """Each device has a run of them (`jax_flash2.Context`)."""
     heads = 2 if "model" in specs[0] else 1

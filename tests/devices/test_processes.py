@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.project.test_recipes import sections
+from tests.tiers import deep
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 240  # seconds
@@ -36,6 +37,7 @@ def unused_port() -> int:
         return s.getsockname()[1]
 
 
+@deep
 def test_ring_over_two_processes(tmp_path):
     """Forward and backward, with two devices in each."""
     code = BEFORE + sections()["Long-context training"] + AFTER

@@ -64,12 +64,14 @@ def test_levels(name, dtype, record_property):
 @pytest.mark.parametrize(
     "more",
     [
-        {"is_causal": True, "query_offset": 40},
         {"local_window_size": (20, 5), "query_offset": 20},
         {"logits_soft_cap": 400.0, "sinks": np.float32([1.0, 250.0])},
-        {"dropout_rate": 0.3, "dropout_rng": jax.random.PRNGKey(0)},
+        *deeply(
+            {"is_causal": True, "query_offset": 40},
+            {"dropout_rate": 0.3, "dropout_rng": jax.random.PRNGKey(0)},
+        ),
     ],
-    ids=["causal", "window", "cap_and_sinks", "dropout"],
+    ids=["window", "cap_and_sinks", "causal", "dropout"],
 )
 @pytest.mark.parametrize(
     "name", ["beyond_float32", *deeply("nothing_first_and_far_above")]

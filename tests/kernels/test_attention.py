@@ -13,6 +13,7 @@ from pallas_kernels.core import flash2
 from tests import oracle, tolerances
 from tests.cases import BACKENDS, CASES, ON_GPU, WITH_BLOCKS, Case, by_name
 from tests.kernels.runners import ALL, DTYPES, RUNNERS
+from tests.tiers import deeply
 from tests.tolerances import cotangents_for
 
 
@@ -64,7 +65,7 @@ def test_whole_rows_as_gpus_get_them(name, rows, monkeypatch, record_property):
     assert asked
 
 
-@pytest.mark.parametrize("name", ["causal", "head_1_3", "gqa"])
+@pytest.mark.parametrize("name", ["gqa", *deeply("causal", "head_1_3")])
 def test_highest_precision_is_float32(name, record_property):
     more = {"precision": "highest"}
     check_error_rule(by_name(name), "float32", BACKENDS, record_property, **more)
@@ -342,7 +343,7 @@ def test_masked_keys_never_come_through(name, runner):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
+@pytest.mark.parametrize("change", ["nan", *deeply("other numbers", "inf")])
 def test_segments_do_not_touch_each_other(backend, change, small_blocks):
     """Other numbers change no bit of another segment; nor does NaN, a block away."""
     t = 512 if backend == "xla" or ON_GPU else 64

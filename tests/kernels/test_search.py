@@ -17,6 +17,7 @@ from tests import tolerances
 from tests.cases import FEATURES, ON_GPU, PAIRWISE, SHAPES, WITH_BLOCKS, Case
 from tests.divided import Divided, check_in_float64
 from tests.mosaic import MOSAIC
+from tests.tiers import deep
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -124,6 +125,7 @@ def divided_problems(draw):
     return case, parts, draw(st.sampled_from([None, run])), method, seed
 
 
+@deep
 def test_random_divided_problems():
     """One result for any number of devices; a method may decline, with a reason."""
     served: list[str | None] = []

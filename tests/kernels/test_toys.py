@@ -30,6 +30,7 @@ from tests.kernels.runners import RUNNERS, Runner
 from tests.kernels.test_attention import check_same_bits
 from tests.lowering import on_gpu
 from tests.mosaic_gpu import test_visits
+from tests.tiers import deeply
 from tests.toy_mask import Chunks
 from tests.toy_score import Gain, InNumPy
 
@@ -142,7 +143,7 @@ def test_visited_blocks(looped, expected):
     assert found == test_counts.drawing(expected)
 
 
-@pytest.mark.parametrize("offset", [None, -30, 17])
+@pytest.mark.parametrize("offset", [17, *deeply(None, -30)])
 @pytest.mark.parametrize("others", [(), (Window(40, 3),)], ids=["alone", "window"])
 def test_programs_that_add_to_dq_wait_for_those_before(offset, others):
     """Ranges that are not exact: what meets is counted."""
@@ -165,7 +166,7 @@ def test_kernels_are_chosen_by_its_traits():
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "heads"])
-@pytest.mark.parametrize("stripe", [None, 32])
+@pytest.mark.parametrize("stripe", [32, *deeply(None)])
 def test_rows_on_several_devices(method, stripe):
     """Positions are those among all rows."""
     case = Case("plain", t=128, s=128, batch=(1,), n=4, k=4)

@@ -292,7 +292,7 @@ def on_xla(monkeypatch):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has the kernels themselves")
-@pytest.mark.parametrize("which", ["blocks", "crossovers"])
+@pytest.mark.parametrize("which", ["crossovers", *deeply("blocks")])
 def test_the_tuner_from_its_flags_to_its_table(which, on_xla, tmp_path, monkeypatch):
     short = tune_mosaic._shape(64, 128, True)
     bias = tune_mosaic._bias(1, 128)

@@ -15,6 +15,7 @@ from pallas_kernels.core.positions import Numbering, Positions
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import dropout, pairwise
+from tests.tiers import deeply
 
 THREADS = 128
 PRODUCT = plgpu.Layout.WGMMA
@@ -97,7 +98,11 @@ def test_words_of_masks(name):
 
 @pytest.mark.parametrize("columns", ["t", "s"])
 @pytest.mark.parametrize(
-    "axes", [("t", "s"), ("n", "s", "t"), ("b0", "t", "s", "n"), ("t", "s", "v0")]
+    "axes",
+    [
+        ("b0", "t", "s", "n"),
+        *deeply((("t", "s"),), (("n", "s", "t"),), (("t", "s", "v0"),)),
+    ],
 )
 def test_what_words_say_of_a_mask(columns, axes):
     """The keys and blocks that the mask itself has, but for a last block's `all`."""

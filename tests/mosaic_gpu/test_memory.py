@@ -12,6 +12,7 @@ from tests.cases import by_name
 from tests.lowering import string_attributes
 from tests.modules import without_locations
 from tests.mosaic import lowered, off_hopper, with_heads
+from tests.tiers import deeply
 
 
 def asked(module: bytes) -> int:
@@ -24,7 +25,7 @@ def asked(module: bytes) -> int:
 
 @off_hopper
 @pytest.mark.parametrize(
-    ("name", "head"), [("bias_half", 64), ("gqa", 160), ("gqa", 256)]
+    ("name", "head"), [("bias_half", 64), *deeply(("gqa", 160), ("gqa", 256))]
 )
 def test_gradients(name, head, any_size, monkeypatch):
     """Of every kernel for gradients: for narrow heads, wide ones, and the widest."""

@@ -33,7 +33,7 @@ from tests.mosaic import (
     off_hopper,
     on_hopper,
 )
-from tests.tiers import deep
+from tests.tiers import deep, deeply
 
 FIRST = ("plain", "one_query", "head_72_24", "head_192_128", "everything_served")
 
@@ -66,7 +66,9 @@ def test_columns_of_output(heads, columns, most, monkeypatch):
     assert storage.with_output_tile(halves=True).output_columns == most
 
 
-@pytest.mark.parametrize("name", ["lengths", "bias_half", "mask_full", "head_256"])
+@pytest.mark.parametrize(
+    "name", ["lengths", "mask_full", *deeply("bias_half", "head_256")]
+)
 def test_shared_memory_is_the_sum_of_what_is_declared(name, monkeypatch):
     """The bytes that the lowered forward asks for, of every kind of schedule."""
     plans, of = [], Plan.of
@@ -130,11 +132,9 @@ def test_barriers_take_shared_memory(multiprocessors):
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("causal", 1),
         ("lengths_causal", 1),
         ("segments", 1),
-        ("head_192_128", 2),
-        ("head_256", 3),
+        *deeply(("causal", 1), ("head_192_128", 2), ("head_256", 3)),
     ],
 )
 def test_many_tiles_a_program_lower(name, kernels, multiprocessors):

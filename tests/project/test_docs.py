@@ -75,7 +75,7 @@ def test_documents_stay_short():
     assert len(lines("README.md")) <= 244
     assert len(lines("CONTRIBUTING.md")) <= 80
     notes = lines("BUILD_NOTES.md")
-    assert len(notes) <= 400
+    assert len(notes) <= 410
     # Of what a reader sees: without the targets of links.
     shown = [re.sub(r"\]\([^)]*\)", "]", line) for line in notes]
     assert [line for line in shown if len(line) > 100] == []

@@ -16,7 +16,7 @@ from flax import nnx
 
 from benchmarks import gpt, text, train_gpt
 from benchmarks.parallel import Parallel
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 # The losses of two correct attentions differ by rounding alone. A loss is a mean of
 # logits that went through two blocks: a few eps. Adam then divides each gradient by
@@ -102,6 +102,7 @@ def test_batches_go_through_the_whole_text():
     np.testing.assert_array_equal(next(again).tokens, first[0].tokens)
 
 
+@deep
 def test_remat_keeps_less_and_changes_no_loss():
     tiny = train_gpt.PRESETS["tiny"]
     config = dataclasses.replace(tiny.model, remat=True)
@@ -154,8 +155,8 @@ def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
     ("data", "context", "method", "segments"),
     [
         (1, 2, "gather", True),
-        (1, 2, "gather", False),
         *deeply(
+            (1, 2, "gather", False),
             (1, 4, "gather", False),
             (1, 4, "ring", True),
             (4, 1, None, False),
@@ -183,7 +184,7 @@ def test_losses_of_divided_batches(data, context, method, segments, monkeypatch)
     )
 
 
-@pytest.mark.parametrize(("data", "context"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("data", "context"), [(2, 2), *deeply((1, 2), (2, 1))])
 def test_gradients_of_divided_batches(data, context):
     """Not the losses alone: Adam would hide a factor."""
     devices = parallel(data, context, batch_size=2)
