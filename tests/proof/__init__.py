@@ -59,7 +59,8 @@ def forward(_, call, outputs):
 
 def backward(_, call, saved, wanted):
     spec, scale, (o, lse, do, dlse) = call.spec, call.spec.dropout_scale, saved
-    q, do = (clear.masked_rows(spec, x, lse, by_entry=False) for x in (call.query, do))
+    rows = (clear.padding(spec, x) for x in (call.query, do))
+    q, do = (clear.masked_rows(spec, x, lse, by_entry=False) for x in rows)
     whole = _Whole(call, q, *saved)
     o, lse, do, dlse = map(whole.all, (o, lse, do, dlse), ("td", "t", "td", "t"))
     delta = flash2.delta(o, lse, do, dlse)
