@@ -77,9 +77,9 @@ def _short_window_and_segments(rng, case: Case) -> dict:
 
 
 def combinations() -> list:
-    """Each case with each method that serves it, on one number of devices: all of them
-    in turns. The layouts take turns, too, but where features meet each is tried. Those
-    of few cases are in the first tier.
+    """Cases with methods that serve them, on one number of devices: all of them in
+    turns. Layouts and methods take turns, too, but where features meet each is tried.
+    Those of few cases are in the first tier.
     """
     found = []
     shallow = {"pairwise_1", "short_window_segments"}
@@ -89,6 +89,8 @@ def combinations() -> list:
             for layout in LAYOUTS if meet else LAYOUTS[(turn + number // 2) % 2 :][:1]:
                 if not serves(case, method, layout):
                     continue
+                if not meet and method != "ring" and (turn // 2 + number) % 2:
+                    continue  # one feature: the ring, and one other method
                 # Neither the method nor the layout alone decides it.
                 place = turn + number + 2 * (layout is None)
                 parts = list(PARTS)[place % len(PARTS)]
@@ -117,8 +119,10 @@ KERNELS = [
 ]
 MORE_KERNELS = [
     *itertools.product(_served("pairwise_6"), ["ring"], [None], [3]),
-    *itertools.product(_served("short_window_segments"), METHODS, [None], [2]),
-    *itertools.product(_served("lengths", "segments"), ["ring"], [STRIPE], [3]),
+    *itertools.product(
+        _served("short_window_segments"), ["halo", "heads"], [None], [2]
+    ),
+    *itertools.product(_served("segments"), ["ring"], [STRIPE], [3]),
     *itertools.product(_served("pairwise_0"), ["ring"], [None], [3]),
     *itertools.product(_served("pairwise_5"), ["gather"], [STRIPE], [3]),
 ]

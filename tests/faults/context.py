@@ -158,7 +158,7 @@ MUTANTS = [
             "heads of the first device for all",
             "start = sharding.rank() * jnp.int32(count)",
             "start = jnp.int32(0)",
-            one("alibi", "heads"),
+            one("short_window_segments", "heads"),
         ),
     ),
     *of(

@@ -142,7 +142,7 @@ def kept_pairs(size, spec: AttentionSpec) -> np.ndarray:
     return np.broadcast_to([True, *spec.keep(rows, keys)][-1], shape)
 
 
-@pytest.mark.parametrize("examples", [3, *deeply(20)])
+@pytest.mark.parametrize("examples", [3, *deeply(10)])
 def test_programs_wait_for_those_before_them(examples):
     settings(max_examples=examples)(given(calls())(_check_order))()
 
