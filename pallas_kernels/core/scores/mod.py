@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.core.flash2 import Scores
-from pallas_kernels.core.pointwise import SCORE, Program
+from pallas_kernels.core.pointwise import SCORE, Program, float_reads
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
 
 
@@ -76,8 +76,7 @@ class ScoreMod(Term):
 
     @property
     def _floats(self) -> list[int]:
-        reads = enumerate(self.program.reads)
-        return [i for i, x in reads if jnp.issubdtype(x.dtype, jnp.floating)]
+        return float_reads(self.program)
 
     @staticmethod
     def _name(number: int) -> str:

@@ -1,0 +1,50 @@
+"""Errors of `score_mod` and `mask_mod`: what is no function of one pair."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import attention
+from tests.kernels.test_mods import ARRAYS
+
+X = jnp.zeros((3, 4))
+WRONG = {
+    "must be a function of (score, b, h, q, kv), got int": 3,
+    "must be a function of (score, b, h, q, kv): too many": lambda s, b, h, q: s,
+    "must return a float32 scalar, got int32 of shape (): convert": (
+        lambda s, b, h, q, kv: q
+    ),
+    "must return a float32 scalar, got float32 of shape (1,)": (
+        lambda s, b, h, q, kv: s[None]
+    ),
+    "must return one float32 scalar": lambda s, b, h, q, kv: (s, s),
+    "uses a captured array of shape (3, 4) whole ('reduce_sum', test_mod_errors.py:": (
+        lambda s, b, h, q, kv: s + jnp.sum(X)
+    ),
+    "uses 'cond' (test_mod_errors.py:": (
+        lambda s, b, h, q, kv: jax.lax.cond(q > 1, lambda: s, lambda: 2 * s)
+    ),
+    "must be a function of numbers that JAX can trace": (
+        lambda s, b, h, q, kv: s if q > kv else -s
+    ),
+    "jnp.asarray(x)[q] of a NumPy array": (lambda s, b, h, q, kv: s + np.zeros(3)[kv]),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_errors(text):
+    with pytest.raises((TypeError, ValueError), match="score_mod") as error:
+        attention(*ARRAYS, score_mod=WRONG[text])
+    assert text in str(error.value)
+
+
+def test_errors_of_masks():
+    with pytest.raises(
+        TypeError, match="mask_mod must return a bool scalar, got int32"
+    ):
+        attention(*ARRAYS, mask_mod=lambda b, h, q, kv: q)
+    with pytest.raises(
+        TypeError, match=r"mask_mod must be a function of \(b, h, q, kv\)"
+    ):
+        attention(*ARRAYS, mask_mod=lambda s, b, h, q, kv: True)
