@@ -4,16 +4,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 from tests.mutants import copy_project
 from tests.project.test_layers import ROOT
 from tests.tiers import deep
 
-BUILD = """
-import sys
-from setuptools import build_meta as backend
-print(backend.build_wheel(sys.argv[1]), backend.build_sdist(sys.argv[1]))
-"""
 SHIPPED = (
     "jax_flash2/RECIPES.md",
     "jax_flash2/py.typed",
@@ -22,20 +18,23 @@ SHIPPED = (
 )
 
 
+def built(what: str, source: Path, out: Path) -> Path:
+    """What setuptools builds in a Python of its own, as `python -m build` has it."""
+    code = (
+        f"from setuptools import build_meta as x; print(x.build_{what}({str(out)!r}))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.split()[-1]
+
+
 @deep
 def test_a_wheel_and_an_sdist(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     copy_project(source)
     out.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    wheel, sdist = done.stdout.split()[-2:]
-    with zipfile.ZipFile(out / wheel) as file:
+    with zipfile.ZipFile(built("wheel", source, out)) as file:
         names = set(file.namelist())
         (metadata,) = (x for x in names if x.endswith(".dist-info/METADATA"))
         text = file.read(metadata).decode()
@@ -47,6 +46,6 @@ def test_a_wheel_and_an_sdist(tmp_path):
     }
     assert "Description-Content-Type: text/markdown" in text
     assert (ROOT / "README.md").read_text().strip() in text
-    with tarfile.open(out / sdist) as file:
+    with tarfile.open(built("sdist", source, out)) as file:
         names = {x.partition("/")[2] for x in file.getnames()}
     assert {*SHIPPED, "README.md", "LICENSE", "pyproject.toml"} <= names
