@@ -205,11 +205,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     given, gpu = _arguments(argv), device.device_kind()
     if gpu is None:
         raise SystemExit("jax_flash2.tune times kernels on a GPU, and JAX sees none")
+    if device.capability() < 80:
+        raise SystemExit(f"{gpu} runs no kernels: they need Ampere or newer")
     if given.list:
         print(*(step.name for step in _chosen(given)), sep="\n")
         return
     usual = user_tables.folder()
     os.environ[user_tables.VARIABLE] = str(given.folder)
+    _forget()
     written = run(given, gpu)
     if not written:
         raise SystemExit("no table was written")

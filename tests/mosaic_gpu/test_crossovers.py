@@ -222,7 +222,9 @@ def on_xla(monkeypatch):
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has the kernels themselves")
 @pytest.mark.parametrize("part", ["crossovers", *deeply("blocks")])
-def test_the_tuner_from_its_command_to_its_table(part, on_xla, tmp_path, monkeypatch):
+def test_the_tuner_from_its_command_to_its_table(
+    part, on_xla, tmp_path, monkeypatch, capsys
+):
     short, bias = hopper._shape(64, 128, True), hopper._bias(1, 128)
     with_bias = problems.Problem(short, arrays={"bias": bias}, operand="bias")
     calls = [problems.Problem(short), with_bias]
@@ -237,6 +239,8 @@ def test_the_tuner_from_its_command_to_its_table(part, on_xla, tmp_path, monkeyp
     before = measured.of_gpu(H100)
     tune.main([*command, f"--folder={tmp_path}", f"--timings={log}"])
     path = tmp_path / tables.table_path("mosaic_gpu", H100).name
+    said = capsys.readouterr().out
+    assert str(path) in said and "attach the files to an issue" in said
     found = json.loads(path.read_text())
     rows = [json.loads(x) for x in log.read_text().splitlines()]
     assert rows and all(row["seconds"] > 0 for row in rows)
@@ -255,3 +259,27 @@ def test_the_tuner_from_its_command_to_its_table(part, on_xla, tmp_path, monkeyp
         now = measured.of_gpu(H100).crossover("plain", 64)
         assert now.backward == (math.inf if keys is None else keys)
         assert now.forward == before.crossover("plain", 64).forward
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "words"),
+    [(None, 90, "JAX sees none"), ("Tesla T4", 75, "Tesla T4 runs no kernels")],
+)
+def test_the_tuner_says_where_there_are_no_kernels(monkeypatch, gpu, capability, words):
+    monkeypatch.setattr(device, "device_kind", lambda: gpu)
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    with pytest.raises(SystemExit, match=words):
+        tune.main(["--folder=unused"])
+
+
+def test_what_most_calls_have_is_tuned_first():
+    """Five minutes must be enough for it."""
+    with on_gpu(H100):
+        names = [step.name for step in tune.steps(90)]
+    assert len(names) == len(set(names))
+    first = names[: names.index("crossover, causal, heads of 64, backward") + 1]
+    assert len(first) == 24
+    assert all("heads of 64" in x or "heads of 128" in x for x in first)
+    assert first[0] == "mosaic_gpu forward, heads of 128, many keys"
+    assert "triton dq, heads of 64, plain" in first
+    assert not any("crossover" in step.name for step in tune.steps(89))

@@ -201,7 +201,7 @@ def test_of_rows_about_the_same_the_last_counts(tmp_path):
 def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
     """On a clock that the first call after another program's takes three seconds of."""
     calls, clock = [], [0.0]
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(harness.timing.time, "perf_counter", lambda: clock[0])
 
     def program(name, fails_at=None):
         def call():
