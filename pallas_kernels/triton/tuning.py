@@ -308,8 +308,8 @@ def _unfit(kernel: str, size: int, regime: str, blocks: Blocks) -> str | None:
         return f"{odd} is no power of two"
     head = TUNED_SIZES.get(size, size)
     limit, itemsize = device.shared_memory_limit(), ITEMSIZES.get(regime, 2)
-    columns, dropout = device.tensor_memory_columns(), regime == "dropout"
-    room: dict[str, Any] = {"limit": limit, "columns": columns, "dropout": dropout}
+    room: dict[str, Any] = {"limit": limit, "columns": device.tensor_memory_columns()}
+    room |= {"dropout": regime == "dropout"}
     if fits(kernel, blocks, (head, head), itemsize, **room):
         return None
     return f"{blocks} does not fit {limit >> 10} KiB of shared memory"
