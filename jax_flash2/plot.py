@@ -1,6 +1,8 @@
-"""Pictures of masks. They need matplotlib: `pip install "jax_flash2[plot]"`."""
+"""Pictures of masks. They need matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -43,7 +45,8 @@ def attended(query, key, **arguments) -> np.ndarray:
     rows = k.shape[-3]
     # Of such values the output is the row of probabilities.
     one_hot = jnp.broadcast_to(jnp.eye(rows)[:, None], (*k.shape[:-1], rows))
-    out = attention(q, k, one_hot, **{**arguments, "implementation": "reference"})
+    options: dict[str, Any] = {**arguments, "implementation": "reference"}
+    out = attention(q, k, one_hot, **options)
     return np.asarray(jnp.moveaxis(out, -2, -3)) > 0
 
 
