@@ -166,17 +166,19 @@ def run(given: argparse.Namespace, gpu: str) -> list[Path]:
         if given.minutes is not None and minutes > given.minutes:
             print(f"{minutes:.1f} minutes are over: {len(chosen) - i} steps not begun")
             break
-        print(f"[{i + 1}/{len(chosen)}, {minutes:.1f} min] {step.name}:", end=" ")
+        place = f"[{i + 1}/{len(chosen)}, {minutes:.1f} min]"
+        print(f"{place} {step.name}:", end=" ", flush=True)
         try:
             rows = list(step.measure(given))
-        except jax.errors.JaxRuntimeError as error:  # memory, most of all
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # The GPU has too little memory, or no blocks fit it.
             print(f"skipped, {describe(error)}", flush=True)
             continue
         if given.timings:
             _append(given.timings, facts, rows)
         found = step.found(given, rows) if rows else None
         if found is None:
-            print("nothing could be timed", flush=True)
+            print("nothing to choose from", flush=True)
             continue
         part, entry, words = found
         table = tables[step.backend]

@@ -48,7 +48,7 @@ def measure(
     rounds: int,
     most_problems: int | None = None,
 ) -> Iterator[dict]:
-    """Rows of all blocks of a kernel in a regime.
+    """Rows of all blocks of a kernel in a regime; none if there is only one choice.
 
     Of those slow on the first problem only that is known.
 
@@ -58,6 +58,8 @@ def measure(
       most_problems: how many calls they are timed on, at most.
     """
     blocks = backend.candidates(kernel, head_size, regime)
+    if len(blocks) == 1:
+        return
     for problem in backend.problems_of(kernel, regime, head_size)[:most_problems]:
         plain = timed(backend, problem, kernel, None)
         with ThreadPoolExecutor(os.cpu_count()) as pool:

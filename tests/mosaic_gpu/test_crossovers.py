@@ -283,3 +283,32 @@ def test_what_most_calls_have_is_tuned_first():
     assert first[0] == "mosaic_gpu forward, heads of 128, many keys"
     assert "triton dq, heads of 64, plain" in first
     assert not any("crossover" in step.name for step in tune.steps(89))
+
+
+def test_the_tuner_goes_on_after_what_does_not_fit(monkeypatch, tmp_path, capsys):
+    """And begins nothing when its time is over."""
+
+    def measure(given):
+        yield {}
+
+    def fails(given):
+        raise ValueError("no blocks fit")
+
+    def found(given, rows):
+        return "blocks", ("dq", 64, {"plain": [64, 64, 4, 2]}), "found"
+
+    steps = [tune.Step(x.__name__, "triton", 0, x, found) for x in (fails, measure)]
+    monkeypatch.setattr(tune, "steps", lambda capability: steps)
+    monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA L4")
+    monkeypatch.setattr(device, "capability", lambda: 89)
+    monkeypatch.setenv(user_tables.VARIABLE, user_tables.OFF)  # and restored
+    with pytest.raises(SystemExit, match="no table was written"):
+        tune.main([f"--folder={tmp_path}", "--minutes=-1"])
+    assert "2 steps not begun" in capsys.readouterr().out
+    tune.main([f"--folder={tmp_path}"])
+    said = capsys.readouterr().out
+    assert "fails: skipped, ValueError: no blocks fit" in said
+    assert "measure: found" in said
+    (path,) = tmp_path.iterdir()
+    assert set(json.loads(path.read_text())["blocks"]) == {"dq"}
+    tune._forget()
