@@ -97,8 +97,8 @@ def forward(
             lambda: state,
         )
         o, lse = flash2.finish(state, spec.sink, launch.arithmetic)
-        values = [flash2.scaled(o, spec.dropout_scale) if spec.dropout else o, lse]
-        values += [state.largest] if spec.gives_largest else []
+        o = flash2.scaled(o, spec.dropout_scale) if spec.dropout else o
+        values = [o, lse, *([state.largest] if spec.gives_largest else [])]
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, values, strict=True):
