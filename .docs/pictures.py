@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from jax_flash2.plot import plot_mask
+from jax_flash2 import plot_mask
 
 # (title, what it is, arguments as written), of calls with 64 queries and keys.
 MASKS = (
@@ -71,18 +71,18 @@ def write_masks(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     page = [
         "# Masks in pictures",
-        "Queries go downwards, keys to the right. Dark pairs are kept. White lines are "
-        "blocks of 16 rows (a GPU's are larger): kernels skip blocks without a pair. "
+        "Queries go downwards, keys to the right. White lines are blocks of 16 rows (a "
+        "GPU's are larger). "
         "Each picture is drawn by the call beside it, from the library's own masks "
         "([recipe](jax_flash2/RECIPES.md#a-picture-of-a-mask)).",
-        "```python\nimport jax.numpy as jnp\nfrom jax_flash2.plot import plot_mask\n\n"
+        "```python\nimport jax.numpy as jnp\nfrom jax_flash2 import plot_mask\n\n"
         "query = key = jnp.zeros((1, 64, 1, 16))  # 64 queries and keys\n```",
     ]
     for i, (title, text, arguments) in enumerate(MASKS):
         rows = SIZES.get(title, 64)
         query, key = jnp.zeros((1, rows, 1, 16)), jnp.zeros((1, 64, 1, 16))
-        figure = plt.figure(figsize=(3.2, 3.2 if rows == 64 else 1.4), layout="tight")
-        code = f"plot_mask(query, key, {arguments}, block=16)"
+        figure = plt.figure(figsize=(6.4, 3.2 if rows == 64 else 1.8), layout="tight")
+        code = f"plot_mask(query, key, key, {arguments}, block=16)"
         names = {"plot_mask": plot_mask, "jnp": jnp, "query": query, "key": key}
         names["ax"] = figure.add_subplot()
         eval(code.replace("block=16", "block=16, ax=ax"), names)
@@ -91,7 +91,7 @@ def write_masks(folder: Path) -> str:
         first = "" if rows == 64 else f"query = jnp.zeros((1, {rows}, 1, 16))\n"
         code = "\n".join(textwrap.wrap(code, 78, subsequent_indent="    "))
         page += [f"## {title}", text, f"```python\n{first}{code}\n```"]
-        page += [f"![{title}](pictures/mask{i}.png){{ width=320 }}"]
+        page += [f"![{title}](pictures/mask{i}.png){{ width=640 }}"]
     return "\n\n".join(page) + "\n"
 
 

@@ -3,7 +3,7 @@
 Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
 for Flax's attention modules, `Context` and `stripe` for sequences sharded over
 devices, `merge` for results over parts of the keys, `Config` for block sizes, `nn` for
-libraries that call jax.nn's attention.
+libraries that call jax.nn's attention, `plot_mask` for pictures of masks.
 """
 
 # For their rules alone.
@@ -13,6 +13,7 @@ from jax_flash2 import nn
 from jax_flash2._api import attention, explain
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
+from jax_flash2._plot import plot_mask
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
 from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
@@ -30,6 +31,7 @@ __all__ = [
     "flax_attention",
     "merge",
     "nn",
+    "plot_mask",
     "stripe",
     "stripe_positions",
     "unstripe",

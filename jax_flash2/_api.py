@@ -55,6 +55,7 @@ def attention(
     mask: Array | None = None,
     *,
     return_residual: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
@@ -66,6 +67,7 @@ def attention(
     mask: Array | None = None,
     *,
     return_residual: Literal[True],
+    return_max_logit: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -76,9 +78,10 @@ def attention(
     bias: Array | None = None,
     mask: Array | None = None,
     *,
-    return_residual: bool,
+    return_residual: bool = False,
+    return_max_logit: bool = False,
     **options: Unpack[_Options],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> jax.Array | tuple[jax.Array, ...]: ...
 
 
 @_options.names_unknown_keywords
@@ -110,7 +113,8 @@ def attention(
     return_residual: bool = False,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Computes exact attention in memory linear in the sequence lengths.
 
         s = score_mod(soft_cap(scale * query . key + bias + alibi))
@@ -212,7 +216,6 @@ def attention(
         gradient (that of jax.nn has none). For results over parts of the keys, call
         `jax_flash2.merge`: a formula of your own has NaN gradients where a part has no
         keys for a row (-inf - -inf).
-
       score_mod: a function (score, b, h, q, kv) -> score of one pair, as FlexAttention
         has it (Dong et al. 2024). It gets the float32 score (float64 for float64
         inputs) that the softmax would see otherwise, and returns another. Masks come
@@ -237,6 +240,9 @@ def attention(
         that it keeps none of their pairs. What it joins by `&` and only compares q - kv
         with a Python number, or ids at q and kv for equality, runs as the built-in
         window and segments. Keys that it drops must be finite.
+      return_max_logit: if True, also return the largest score of each row, for users
+        who clip the weights of heads with large scores (QK-clip) or log them. It has no
+        gradient: its cotangent counts as zero. The kernels find it in the same pass.
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
@@ -244,6 +250,12 @@ def attention(
       If return_residual is True, a tuple (out, lse). lse is the natural logarithm
       [*B, T, N] ([T] for a single head) in float32 (float64 for float64 inputs), and
       -inf for a row without keys. Both results are differentiable.
+      If return_max_logit is True, a tuple whose last element is max_logit: of each row,
+      the largest score over the keys that it may attend to, as the softmax sees it
+      (with scale, bias, soft cap and score_mod; without sink and dropout), up to
+      roundings in float32. Its shape and dtype are those of lse, and it is -inf for a
+      row without keys. For that of a head, take the maximum over the other axes, and
+      over devices (`jax.lax.pmax`).
 
     Raises:
       TypeError, ValueError: if an argument is wrong. The message names the argument,
@@ -340,19 +352,21 @@ def attention(
         config=config,
         context=context,
         return_residual=return_residual,
+        return_max_logit=return_max_logit,
         score_mod=score_mod,
         mask_mod=mask_mod,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
-        out, lse = _context.attend(call, implementation, context)
-    elif (found := _context.on_mesh(_context.attend, call, implementation)) is not None:
-        out, lse = found
+        found = _context.attend(call, implementation, context)
     else:
-        out, lse = _vjp.run(call, implementation)
-    if not return_residual:
-        return out
-    return out, lse if "n" not in call.size else jnp.swapaxes(lse, -1, -2)
+        found = _context.on_mesh(_context.attend, call, implementation)
+        found = _vjp.run(call, implementation) if found is None else found
+    out, *of_rows = found
+    of_rows = of_rows if return_residual else of_rows[1:]
+    if "n" in call.size:
+        of_rows = [jnp.swapaxes(x, -1, -2) for x in of_rows]
+    return (out, *of_rows) if of_rows else out
 
 
 def given(*arguments: Any, **keywords: Any) -> Arguments:

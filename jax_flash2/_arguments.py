@@ -70,6 +70,7 @@ class Arguments:
     config: Config | None
     context: Context | None
     return_residual: bool
+    return_max_logit: bool
     score_mod: Callable | None
     mask_mod: Callable | None
 
@@ -96,6 +97,7 @@ class Arguments:
             dropout=shape.dropout(
                 self.dropout_rate, self.dropout_rng, self.broadcast_dropout
             ),
+            gives_largest=bool(self.return_max_logit),
         )
         if not spec.is_positional:
             spec = dataclasses.replace(spec, offset=None)
@@ -110,6 +112,7 @@ class Arguments:
         """Checks what says how a call is computed; returns the precision."""
         _options.check_bool("is_causal", self.is_causal)
         _options.check_bool("return_residual", self.return_residual)
+        _options.check_bool("return_max_logit", self.return_max_logit)
         _options.check_implementation(self.implementation)
         if self.config is not None and not isinstance(self.config, Config):
             raise TypeError(f"config must be a jax_flash2.Config, got {self.config!r}")

@@ -308,7 +308,7 @@ class _Cut:
 
 
 def forward(_: Plan, call: Call, outputs):
-    """Output and log-sum-exp (`backend.Backend`)."""
+    """The results of a call (`backend.Backend`)."""
     q, k, v, spec = call.query, call.key, call.value, call.spec
     blocks = None if call.config is None else call.config.forward
     cut = _Cut.of([q, k, v], spec, blocks, call.precision)
@@ -317,7 +317,7 @@ def forward(_: Plan, call: Call, outputs):
     q, k, v = (cut.rows(x, spec) for x in (q, k, v))
     fields = cut.fields(spec)
     rows, columns, pair_axes = (cut.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
-    result_axes = columns, rows
+    result_axes = (columns, rows, rows)[: len(outputs)]
     state_axes = result_axes if cut.fuses_softmax else (rows, rows, columns)
 
     def visit(starts, state):
@@ -332,24 +332,26 @@ def forward(_: Plan, call: Call, outputs):
 
         scores = pairs.scores_of(qk, q.dtype)
         if cut.fuses_softmax:
-            found = flash2.of_whole_rows(scores, product)
-            return tuple(map(cut.put, whole, found, [starts] * 2))
+            found = flash2.of_whole_rows(scores, product)[: len(outputs)]
+            return tuple(map(cut.put, whole, found, [starts] * len(outputs)))
         old = flash2.State(*(cut.at(x, starts).value for x in whole))
         new = flash2.step(old, scores, product)
         return flash2.State(
-            *(cut.put(x, y, starts) for x, y in zip(whole, new, strict=True))
+            *(cut.put(x, y, starts) for x, y in zip(whole, new[:3], strict=True))
         )
 
     dtype = outputs[1].dtype
     if cut.fuses_softmax:
         state = tuple(cut.zeros(axes, dtype) for axes in result_axes)
-        o, lse = cut.visit_pairs(spec, visit, state)
+        o, *of_rows = cut.visit_pairs(spec, visit, state)
     else:
         shape = cut.zeros(rows, dtype).shape
         state = flash2.init(shape, cut.size["d"], dtype=dtype)
         sink = None if spec.sink is None else cut.heads.split(spec.sink).to(rows)
-        o, lse = flash2.finish(cut.visit_pairs(spec, visit, state), sink)
-    found = (cast(jax.Array, o) * spec.dropout_scale, lse)
+        state = cut.visit_pairs(spec, visit, state)
+        o, *of_rows = flash2.finish(state, sink)
+        of_rows += [state.largest] if spec.gives_largest else []
+    found = (cast(jax.Array, o) * spec.dropout_scale, *of_rows)
     return list(map(cut.result, found, result_axes, outputs))
 
 

@@ -39,7 +39,7 @@ class Local(NamedTuple):
 
     Attributes:
       call: on this device alone.
-      finish: of its output, and of its lse: this device's rows.
+      finish: of each of its results: this device's rows.
     """
 
     call: Call
@@ -48,8 +48,8 @@ class Local(NamedTuple):
 
 def attend(
     call: Call, implementation: str | None, context: Context
-) -> tuple[jax.Array, jax.Array]:
-    """This device's rows of output and lse (rows last).
+) -> tuple[jax.Array, ...]:
+    """This device's rows of the results (`_vjp.forward`).
 
     Args:
       call: with this device's rows; lengths, offset and `ALL_KEYS` are of all.
@@ -70,8 +70,8 @@ def attend(
     else:
         found = attend(local.call, implementation, step.rest)
     axes = result_axes(local.call)
-    o, lse = (local.finish(Named(x, a)) for x, a in zip(found, axes, strict=True))
-    return o.value, lse.value
+    results = (local.finish(Named(x, a)) for x, a in zip(found, axes, strict=True))
+    return tuple(x.value for x in results)
 
 
 def explain(call: Call, implementation: str | None, context: Context) -> str:
@@ -204,7 +204,7 @@ def _check(call: Call, sharding: RowSharding) -> None:
 
 
 def result_axes(call: Call) -> list[Axes]:
-    """Of output and lse."""
+    """Of the results."""
     structs = forward_outputs(Problem.of(call, ""), call.operands)
     return [tuple(a for a in x.axes if a != ALL_KEYS) for x in structs]
 
@@ -257,7 +257,7 @@ def _gathers_cheaply(call: Call, sharding: RowSharding) -> str:
     of the keys.
     """
     keys = sharding.parts * (call.key.value.size + call.value.value.size)
-    output, _ = forward_outputs(Problem.of(call, ""), call.operands)
+    output, *_ = forward_outputs(Problem.of(call, ""), call.operands)
     own = call.query.value.size + math.prod(output.shape)
     if call.size["s"] >= _rows("many_rows") or keys > own or not device.are_linked():
         return ""

@@ -184,9 +184,10 @@ def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
         del marker
         results = operation(*arrays, problem=problem, axes=axes)
         operands = list(map(Named, arrays, axes))
-        saved = []
+        problem, saved, constant = problem.differentiated, [], []
         if kind.saves:
-            results = to_save(*results)
+            constant = results[2:]
+            results = to_save(*results[:2])
             structs = operation.results(problem, operands)
             saved = [Named(x, s.axes) for x, s in zip(results, structs, strict=True)]
         given = [
@@ -196,7 +197,8 @@ def _differentiate(kind: _Kind, transposed: Callable = _no_transpose) -> _Kind:
             for i in _places(operands)
         ]
         along = _call(derived, problem, *operands, *saved, *given)
-        return list(results), [x.value for x in along]
+        zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in constant]
+        return [*results, *constant], [*(x.value for x in along), *zeros]
 
     def jvp_of_tangent(*args, **params):
         """Of a higher order: made when it is first asked for."""
@@ -235,8 +237,8 @@ def _transpose(kind: _Kind, derived: _Kind, rule: Callable) -> Callable:
     return transpose
 
 
-def _at_zero(problem: Problem, operands) -> list[Named]:
-    """A call with zeros for value: its operands, output and log-sum-exp.
+def _at_zero(problem: Problem, operands) -> tuple[list[Named], list[Named]]:
+    """A call with zeros for value: its operands, output and log-sum-exp; the rest.
 
     The output is linear in value: where value is not known, it is the tangent along
     value there, or anywhere.
@@ -244,29 +246,29 @@ def _at_zero(problem: Problem, operands) -> list[Named]:
     value = operands[_VALUE]
     zeros = Named(jnp.zeros(value.shape, value.dtype), value.axes)
     operands = [*operands[:_VALUE], zeros, *operands[_VALUE + 1 :]]
-    o, lse = _call(_FORWARD, problem, *operands)
-    return [*operands, *_zeros([o]), lse]
+    o, lse, *others = _call(_FORWARD, problem, *operands)
+    return [*operands, *_zeros([o]), lse], others
 
 
 def _partly_known(trace, *tracers, problem: Problem, axes, marker):
     """Evaluates the forward before its value is known: the log-sum-exp does not wait.
 
-    So `jax.linear_transpose` may take a function that uses both results.
+    So `jax.linear_transpose` may take a function that uses all results.
     """
-    params = {"problem": problem, "marker": marker}
     if [i for i, x in enumerate(tracers) if not x.is_known()] != [_VALUE]:
-        params["axes"] = axes
+        params = {"problem": problem, "marker": marker, "axes": axes}
         return trace.default_process_primitive(FORWARD.primitive, tracers, params)
     known = [x.pval.get_known() if x.is_known() else x.aval for x in tracers]
-    saved = _at_zero(problem, list(map(Named, known, axes)))
+    saved, others = _at_zero(problem, list(map(Named, known, axes)))
     absent = [_absent(x.dtype) for x in map(saved.__getitem__, _places(saved[:-2]))]
     absent[_VALUE] = Named(tracers[_VALUE], axes[_VALUE])
     operands = [*saved, *absent]
-    params["axes"] = tuple(x.axes for x in operands)
+    own = tuple(x.axes for x in operands)
+    params = {"problem": problem.differentiated, "marker": marker, "axes": own}
     values = [x.value for x in operands]
     tangent = _FORWARD_TANGENT.operation.primitive
     o, _ = trace.default_process_primitive(tangent, values, params)
-    return o, saved[-1].value
+    return o, saved[-1].value, *(x.value for x in others)
 
 
 def _by_value(cotangents, *arrays, problem: Problem, axes, marker):
@@ -278,9 +280,9 @@ def _by_value(cotangents, *arrays, problem: Problem, axes, marker):
             "attention is linear in value alone, and has no transpose by others of its "
             "arguments"
         )
-    operands = _operands(arrays, axes)
-    do, dlse = _instantiated(FORWARD, problem, operands, cotangents)
-    known = _at_zero(problem, operands)
+    operands, problem = _operands(arrays, axes), problem.differentiated
+    do, dlse = _instantiated(FORWARD, problem, operands, cotangents[:2])
+    known, _ = _at_zero(problem, operands)
     dv = _of_forward(problem, known, (do, *_zeros([dlse])))[_VALUE]
     found: list = [None] * len(arrays)
     found[_VALUE] = _cotangent(dv, operands[_VALUE])

@@ -70,6 +70,21 @@ class Problem:
         """Whether results are parts of others (`AttentionSpec.is_part`)."""
         return self.tree.unflatten([None] * self.tree.num_leaves).spec.is_part
 
+    @property
+    def gives_largest(self) -> bool:
+        """Whether the forward has a third result (`AttentionSpec.gives_largest`)."""
+        return self.tree.unflatten([None] * self.tree.num_leaves).spec.gives_largest
+
+    @property
+    def differentiated(self) -> Problem:
+        """The same without the largest scores, which have no derivative."""
+        if not self.gives_largest:
+            return self
+        call = self.tree.unflatten(range(self.tree.num_leaves))
+        spec = dataclasses.replace(call.spec, gives_largest=False)
+        tree = jax.tree.structure(dataclasses.replace(call, spec=spec))
+        return dataclasses.replace(self, tree=tree)
+
     def result_dtype(self, dtype):
         """Of a result that has that dtype if it is no part of another."""
         return jnp.promote_types(dtype, jnp.float32) if self.is_part else dtype
@@ -87,11 +102,11 @@ def _statistics_dtype(dtype):
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
-    """Shape structs of o and lse.
+def forward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
+    """Shape structs of o and lse, and of the largest scores if the problem has them.
 
     o lies in memory as q does, with the names that q lacks in front; lse has its rows
-    last, for kernels read it in blocks of rows.
+    last, for kernels read it in blocks of rows. The largest scores are like lse.
     """
     q, _, v, *_ = operands
     size = sizes(operands)
@@ -99,7 +114,8 @@ def forward_outputs(problem: Problem, operands) -> tuple[Named, Named]:
     lse_axes = (*(a for a in axes if a not in ("t", "d")), "t")
     lse_dtype = _statistics_dtype(q.dtype)
     dtype = problem.result_dtype(v.dtype)
-    return _struct(axes, size, dtype), _struct(lse_axes, size, lse_dtype)
+    lse = _struct(lse_axes, size, lse_dtype)
+    return _struct(axes, size, dtype), lse, *[lse] * problem.gives_largest
 
 
 def is_differentiable(operand) -> bool:

@@ -19,8 +19,8 @@ from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
 
 
-def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
-    """Output (axes of query) and lse (rows last); on each device of its own part."""
+def attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
+    """What `_vjp.forward` gives; on each device of its own part."""
     operands = list(map(Named, arrays, problem.axes))
     division = _sharding.explicit_division(operands)
 
@@ -30,18 +30,18 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     if division is not None:
         outputs = tuple(x.axes for x in forward_outputs(problem, operands))
         part = _sharding.on_each_device(division, part, problem.axes, outputs)
-    out, lse = part(*arrays)
-    return out, lse
+    return tuple(part(*arrays))
 
 
-def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
+def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     call = problem.named(arrays)
     q, k, v, spec = call.query, call.key, call.value, call.spec
     operands = [q, k, v, *jax.tree.leaves(spec)]
-    outputs = o, lse = forward_outputs(problem, operands)
+    outputs = o, *of_rows = forward_outputs(problem, operands)
     size = sizes(operands)
     if 0 in size.values():
-        return jnp.zeros(o.shape, o.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
+        empty = (jnp.full(x.shape, -jnp.inf, x.dtype) for x in of_rows)
+        return jnp.zeros(o.shape, o.dtype), *empty
     heads, precision = Heads.of(size), call.precision or lax.Precision.DEFAULT
     lead = (*batch_axes(operands), *heads.names)
     rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
@@ -80,6 +80,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     # Not exp(scores - lse): where a bias of -1e9 masks a row, nothing is left in the
     # log-sum-exp of the logarithm of the sum.
     m = jnp.max(safe, axis=-1)
+    largest = lax.stop_gradient(jnp.where(any_kept, m, -jnp.inf))
     if sink is not None:
         m = jnp.maximum(m, sink.astype(m.dtype))
     m = lax.stop_gradient(m)
@@ -93,9 +94,9 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
     out = contract(Named(p.astype(v.dtype), pair_axes), v, columns, precision)
     # So that cotangents of rows without keys, padding among them, end here.
     out = jnp.where(any_kept[..., None], out, 0.0)
-    found = Named(out, columns), Named(log_sum_exp, rows)
-    out, log_sum_exp = (
+    found = [Named(out, columns), Named(log_sum_exp, rows)]
+    found += [Named(largest, rows)] if spec.gives_largest else []
+    return tuple(
         jnp.broadcast_to(heads.merge(x).to(like.axes), like.shape).astype(like.dtype)
         for x, like in zip(found, outputs, strict=True)
     )
-    return out, log_sum_exp

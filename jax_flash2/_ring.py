@@ -44,8 +44,8 @@ _DEVICES = "p"  # the axis of what all devices have, in operands that are gather
 
 def attend(
     call: Call, implementation: str | None, sharding: RowSharding
-) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (rows last) of this device's queries, differentiable once.
+) -> tuple[jax.Array, ...]:
+    """The results of this device's queries (`_vjp.forward`), differentiable once.
 
     Raises:
       ValueError: if XLA would end the process, which it does for rings of plain JAX in
@@ -105,7 +105,7 @@ class _Ring:
     sharding: RowSharding
 
     def result_axes(self, arrays) -> list[Axes]:
-        """Of o and lse."""
+        """Of the results."""
         operands = list(map(Named, arrays, self.problem.axes))
         structs = forward_outputs(self.problem, operands)
         return [tuple(a for a in x.axes if a != _DEVICES) for x in structs]
@@ -192,8 +192,8 @@ class _Rounds:
 
 def _forward(
     ring: _Ring, arrays, rank
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Named, Named]]:
-    """Output and lse; keys and values of the last round."""
+) -> tuple[tuple[jax.Array, ...], tuple[Named, Named]]:
+    """The results; keys and values of the last round."""
     rounds = ring.rounds(arrays, rank)
     last = jnp.int32(ring.sharding.parts - 1)
     shift = functools.partial(ring.sharding.shifted, by=-1)
@@ -212,19 +212,20 @@ def _forward(
     first = shift(rounds.packed(*own)), part(jnp.int32(0), *own)
     pair, state = rounds.run(turn, lax.optimization_barrier(first))
     pair = rounds.unpacked(pair)
-    o, lse = merge(state, part(last, *pair), sink=rounds.whole.spec.sink)
-    return (o.astype(rounds.whole.value.dtype), lse), pair
+    o, *of_rows = merge(state, part(last, *pair), sink=rounds.whole.spec.sink)
+    return (o.astype(rounds.whole.value.dtype), *of_rows), pair
 
 
 def _merged(axes: list[Axes], *parts, sink: Named | None = None):
-    """Output and lse, with these axes, of results over disjoint keys."""
-    of_o, of_lse = axes
+    """The results, with these axes, of results over disjoint keys."""
+    of_o, of_lse, *_ = axes
     rows = tuple(a for a in of_o if a != "d")
-    outputs, logs = zip(*parts, strict=True)
+    outputs, logs, *others = zip(*parts, strict=True)
+    largest = (functools.reduce(jnp.maximum, x) for x in others)
     o = [Named(x, of_o).to((*rows, "d")) for x in outputs]
     lse = [Named(x, of_lse).to(rows) for x in logs]
     o, lse = flash2.merge(o, lse, None if sink is None else sink.to(rows))
-    return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse)
+    return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse), *largest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -285,7 +286,7 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
     pair = (x.value for x in rounds.unpacked(grads + more))
     found = {**sums, **dict(zip(of_keys, pair, strict=True))}
     if sink is not None:
-        axes = ring.result_axes(arrays) * 2
+        axes = ring.result_axes(arrays)[:2] * 2
         saved = list(map(Named, results, axes))
         delta = passes.delta_of(*saved)
         found["sink"] = passes.of_sink(sink, saved[1], delta, sink)
@@ -304,21 +305,21 @@ _backward.defvjp(_no_second_derivative, _no_second_derivative)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, jax.Array]:
+def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, ...]:
     return _forward(ring, arrays, rank)[0]
 
 
 def _ring_forward(ring: _Ring, arrays, rank):
     results, pair = _forward(ring, arrays, rank)
-    results = _vjp.to_save(*results)
+    saved = _vjp.to_save(*results[:2])
     # Under the name of the output, with which they are saved.
     pair = [checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair]
-    return results, (arrays, rank, pair, *results)
+    return (*saved, *results[2:]), (arrays, rank, pair, *saved)
 
 
 def _ring_backward(ring: _Ring, saved, cotangents):
     arrays, *rest = saved
-    gradients = iter(_backward(ring, arrays, *rest, *cotangents))
+    gradients = iter(_backward(ring, arrays, *rest, *cotangents[:2]))
     of_arrays = tuple(
         next(gradients).astype(x.dtype) if is_differentiable(x) else None
         for x in arrays

@@ -59,16 +59,16 @@ def _backward_backends(problem: Problem, operands) -> tuple[str, ...]:
 
 
 def _forward(problem: Problem, operands):
-    """Output and lse of `Named` operands."""
-    o, lse = forward_outputs(problem, operands)
+    """The results of `Named` operands (`forward_outputs`)."""
+    o, *of_rows = outputs = forward_outputs(problem, operands)
     if 0 in sizes(operands).values():
         return [
             jnp.zeros(o.shape, o.dtype),
-            jnp.full(lse.shape, -jnp.inf, lse.dtype),
+            *(jnp.full(x.shape, -jnp.inf, x.dtype) for x in of_rows),
         ]
     name, call = _serving(problem, operands)
     made = _backends.served(name, call, is_named=problem.is_named)["forward"]
-    return _backends.module(name).forward(made.plan, call, (o, lse))
+    return _backends.module(name).forward(made.plan, call, outputs)
 
 
 def _backward(problem: Problem, operands):
@@ -96,27 +96,26 @@ def _pass_of(name: str, call: Call) -> Pass:
 def _axes_of_backward(problem: Problem, arrays) -> tuple[Axes, ...]:
     """Of the operands, o, lse, do and dlse."""
     operands = list(map(Named, arrays, problem.axes))
-    o, lse = (x.axes for x in forward_outputs(problem, operands))
+    o, lse = (x.axes for x in forward_outputs(problem, operands)[:2])
     return (*problem.axes, o, lse, o, lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def flash2(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of a problem with these arrays."""
-    o, lse = _forward(problem, list(map(Named, arrays, problem.axes)))
-    return o, lse
+def flash2(problem: Problem, arrays: tuple) -> tuple[jax.Array, ...]:
+    """The results of a problem with these arrays."""
+    return tuple(_forward(problem, list(map(Named, arrays, problem.axes))))
 
 
 def _saved(problem: Problem, arrays: tuple):
     """The forward half: its results, and what the backward takes."""
-    o, lse = flash2(problem, arrays)
-    return (o, lse), (arrays, o, lse)
+    results = flash2(problem, arrays)
+    return results, (arrays, *results[:2])
 
 
 def _gradients(problem: Problem, saved, cotangents):
     """The backward half."""
     arrays, o, lse = saved
-    values = (*arrays, o, lse, *cotangents)
+    values = (*arrays, o, lse, *cotangents[:2])
     operands = list(map(Named, values, _axes_of_backward(problem, arrays)))
     found = iter(_backward(problem, operands))
     return (tuple(next(found) if is_differentiable(x) else None for x in arrays),)
@@ -132,7 +131,8 @@ def _forward_rule(problem: Problem, operands):
 
 
 def _unread_forward(problem: Problem, _):
-    return {1: of_value_alone(problem)}
+    of_rows = range(1, 2 + problem.gives_largest)
+    return dict.fromkeys(of_rows, of_value_alone(problem))
 
 
 def _unread_backward(problem: Problem, _):
@@ -167,13 +167,17 @@ def to_save(o, lse) -> tuple[jax.Array, jax.Array]:
     return checkpoint_name(o, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
-def forward(problem: Problem, arrays) -> tuple[jax.Array, jax.Array]:
-    """Output (axes of query, head size that of value) and lse (rows last)."""
+def forward(problem: Problem, arrays) -> tuple[jax.Array, ...]:
+    """Output (axes of query, head size that of value) and lse (rows last).
+
+    And the largest scores, like lse, if the problem has them.
+    """
     return tuple(FORWARD(*arrays, problem=problem, axes=problem.axes))
 
 
 def backward(problem: Problem, arrays, o, lse, do, dlse) -> dict[str, jax.Array]:
     """Gradients of the operands that are differentiable, by name."""
+    problem = problem.differentiated
     axes = _axes_of_backward(problem, arrays)
     values = (*arrays, o, lse, do, dlse)
     wanted = wanted_gradients(problem, list(map(Named, values, axes)))
@@ -182,8 +186,8 @@ def backward(problem: Problem, arrays, o, lse, do, dlse) -> dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (rows last) of a call, differentiable.
+def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, ...]:
+    """Output and lse (rows last) of a call, differentiable; and what `forward` adds.
 
     Jitted, so that equal calls of a program (the layers of a model) are traced and
     lowered once.
@@ -194,8 +198,8 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, jax.Array]:
     return forward(problem, arrays)
 
 
-def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (rows last) of a call on one device."""
+def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
+    """What `attend` gives for a call on one device."""
     backend = _backends.choose(implementation, call)
     problem = Problem.of(call, backend, is_named=implementation is not None)
     return attend(problem, tuple(x.value for x in call.operands))

@@ -172,15 +172,15 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, plan: Plan, call: Call, outputs: tuple[Named, Named]
+        self, plan: Plan, call: Call, outputs: tuple[Named, ...]
     ) -> Sequence[jax.Array]:
-        """Output and log-sum-exp.
+        """Output, log-sum-exp and, with `spec.gives_largest`, the largest scores.
 
         Args:
           plan: of the forward pass.
           call: of `Named` arrays, with axes in any order but head sizes `h` and `d`.
           outputs: shape structs: the results' shapes, dtypes and orders of axes. The
-            log-sum-exp has its rows last.
+            log-sum-exp has its rows last, and the largest scores are like it.
         """
         ...
 

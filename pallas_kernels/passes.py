@@ -21,9 +21,9 @@ from pallas_kernels.tables import FEW_ROWS
 
 
 def forward(
-    run: Callable, call: Call, outputs: tuple[Named, Named]
+    run: Callable, call: Call, outputs: tuple[Named, ...]
 ) -> tuple[jax.Array, ...]:
-    """Output and log-sum-exp (`backend.Backend.forward`).
+    """The results of `backend.Backend.forward`.
 
     Args:
       run: as for `backward`; "forward" gets what is left of this function's arguments.

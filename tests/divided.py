@@ -56,6 +56,7 @@ class Divided:
         return unstripe(x, self.parts, self.context.stripe, axis)
 
     def __call__(self, query, key, value, return_residual=False, **arguments):
+        count = 2 + arguments.get("return_max_logit", False)
         given = {"query": query, "key": key, "value": value, **arguments}
         arrays = {
             n: x for n, x in given.items() if isinstance(x, np.ndarray | jax.Array)
@@ -71,15 +72,15 @@ class Divided:
         rows = axes["query"]
         is_mapped = self.mapped or self.parts > jax.device_count()
         over = self._over_names if is_mapped else self._over_devices
-        on_devices = over(call, axes, rows)
+        on_devices = over(call, axes, rows, count)
         striped = {
             n: x if axes[n] is None else self.striped(x, axes[n])
             for n, x in arrays.items()
         }
-        out, lse = (self.unstriped(x, rows) for x in on_devices(striped))
-        return (out, lse) if return_residual else out
+        results = tuple(self.unstriped(x, rows) for x in on_devices(striped))
+        return results if return_residual else results[0]
 
-    def _over_devices(self, call, axes, rows: int):
+    def _over_devices(self, call, axes, rows: int, count: int):
         def spec(axis: int | None) -> P:
             if axis is None:
                 return P()
@@ -89,13 +90,13 @@ class Divided:
             call,
             mesh=self.mesh,
             in_specs=({n: spec(axis) for n, axis in axes.items()},),
-            out_specs=(spec(rows), spec(rows)),
+            out_specs=(spec(rows),) * count,
             check_vma=self.checked,
         )
 
-    def _over_names(self, call, axes, rows: int):
+    def _over_names(self, call, axes, rows: int, count: int):
         (name,) = self.context.axes
-        mapped = jax.vmap(call, (axes,), (rows, rows), axis_name=name)
+        mapped = jax.vmap(call, (axes,), (rows,) * count, axis_name=name)
 
         def apart(x, axis: int | None):
             if axis is None:
@@ -139,10 +140,11 @@ def without_pairs(arguments: Arguments) -> Arguments:
 
 
 def check_in_float64(call: Divided, case: Case, seed: int = 0) -> None:
-    """Output, log-sum-exp and every gradient are those of the oracle, to 1e-11."""
+    """All results and every gradient are those of the oracle, to 1e-11."""
     with jax.enable_x64(True):
         arrays, arguments = case.inputs(jnp.float64, seed)
         arguments = {n: _wide(x) for n, x in arguments.items()}
+        arguments["return_max_logit"] = True
         cotangents = tolerances.cotangents_for(case, jnp.float64, seed + 1)
         cotangents = tuple(map(_wide, cotangents))
         options = {**arguments, "implementation": "xla"}

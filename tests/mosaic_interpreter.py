@@ -281,8 +281,8 @@ def found_races() -> bool:
 def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
     """As `tolerances.evaluate`, of what the backend's own kernels make.
 
-    These are out and lse and, where its backward kernel serves the call, the gradients
-    of query, key, value and sinks.
+    These are out, lse, max_logit and, where its backward kernel serves the call, the
+    gradients of query, key, value and sinks.
     """
     call = _api.given(*arrays, **arguments).checked()
     problem = Problem.of(call, "mosaic_gpu", is_named=True)
@@ -300,8 +300,12 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             structs = _operation.forward_outputs(problem, operands)
             call = problem.named(arrays)
             found = backend.forward(plans["forward"], call, structs)
-            o, lse = (Named(x, s.axes) for x, s in zip(found, structs, strict=True))
+            named = [Named(x, s.axes) for x, s in zip(found, structs, strict=True)]
+            o, lse, *others = named
             results = {"out": o.to((*rows, "d")), "lse": lse.to(rows)}
+            results |= dict(
+                zip(["max_logit"], (x.to(rows) for x in others), strict=False)
+            )
             if "backward" not in plans:
                 return results
             do, dlse = cotangents

@@ -13,7 +13,8 @@ import numpy as np
 # Arguments that have gradients; "gain" is of a term that only tests have.
 OPERANDS = ("bias", "alibi_slopes", "sinks", "scale", "gain")
 
-Results = dict[str, np.ndarray]  # out, lse, query, key, value (gradients), OPERANDS
+# out, lse, max_logit if asked for, query, key, value (gradients), OPERANDS
+Results = dict[str, np.ndarray]
 
 
 class Pairs(NamedTuple):
@@ -104,6 +105,7 @@ def attention(
         results = {
             "out": out,
             "lse": lse[..., 0],
+            "max_logit": score.max(-1, initial=-np.inf),
             "query": scale * product(ds, k),
             "key": scale * product(ds.swapaxes(-1, -2), q),
             "value": dv,
@@ -120,7 +122,10 @@ def attention(
     results["query"] = narrow(results["query"])
     for name in ("out", "query", "key", "value"):
         results[name] = np.moveaxis(results[name], -3, -2)
-    results["lse"] = np.moveaxis(results["lse"], -2, -1)
+    for name in ("lse", "max_logit"):
+        results[name] = np.moveaxis(results[name], -2, -1)
+    if not arguments.get("return_max_logit"):
+        del results["max_logit"]
     for name in OPERANDS:
         x = results.pop(name)
         argument = arguments.get(name)

@@ -6,9 +6,9 @@ float32 softmax, plus two roundings of the largest exact value for an output and
 for a gradient (which is a difference, dp - delta, of rounded values). A gradient also
 recomputes p = exp(s - lse): four float32 roundings of numbers as large as lse (s and
 lse, each before and after its scaling) become a relative error of p. The log-sum-exp
-itself has these roundings too. An output has two float32 roundings more, whatever its
-dtype, of numbers as large as exponents, ln p, and at least 1. The rule holds for each
-head by itself.
+itself and the largest scores have these roundings too. An output has two float32
+roundings more, whatever its dtype, of numbers as large as exponents, ln p, and at least
+1. The rule holds for each head by itself.
 
 Results are sums over pairs, which may cancel: the roundings are of the root of the sum
 of the squared terms, where that is larger. The terms are p * v and p * do, and for the
@@ -37,6 +37,7 @@ GRADIENT = (3.0, 4.0)
 # The axis of heads of each result, from the last; those with fewer axes have none.
 HEADS = {
     "lse": -1,
+    "max_logit": -1,
     "bias": -3,
     "alibi_slopes": -1,
     "sinks": -1,
@@ -83,8 +84,11 @@ def _program(function: Callable, static: frozenset, kinds):
         def call(inputs):
             return function(**inputs, return_residual=True, **data, **options)
 
-        (out, lse), vjp = jax.vjp(call, inputs)
-        return {"out": out, "lse": lse, **vjp(cotangents)[0]}
+        results, vjp = jax.vjp(call, inputs)
+        # The largest scores have no gradient, whatever their cotangent.
+        others = tuple(map(jnp.ones_like, results[2:]))
+        named = dict(zip(("out", "lse", "max_logit"), results, strict=False))
+        return named | vjp((*cotangents, *others))[0]
 
     return run
 
@@ -160,6 +164,10 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
         "scale": (squares * products).sum(),
     }
     of_exponents = (p * np.log(np.where(p > 0, p, 1.0)) / kept) ** 2
+    if "max_logit" in results:  # those of any score may be of the largest
+        of_pairs = np.where(p > 0, np.where(np.isfinite(scores), scores, 0.0), 0.0)
+        largest = of_pairs.max(-1, initial=0.0)
+        terms["max_logit"] = np.moveaxis(largest, -1, -2)
     found = {
         f"{name} terms": np.sqrt(
             summed_to(x, results[name].shape) if name in OPERANDS else x
@@ -225,14 +233,15 @@ def ratios(actual: Results, exact: Results, plain: Results, unit: float) -> dict
             error, plain_error = largest(a - e), largest(p - e)
         assert np.isfinite(plain_error).all(), f"{name}: the baseline is not finite"
         size = np.maximum(largest(e), largest(terms))
-        factor, roundings = OUTPUT if name in ("out", "lse") else GRADIENT
+        is_output = name in ("out", "lse", "max_logit")
+        factor, roundings = OUTPUT if is_output else GRADIENT
         share = roundings * unit
         allowed = factor * plain_error + share * size
         if name == "out":
             of_exponents = largest(_by_head(name, exact["out exponent terms"]))
             allowed += 2 * 2.0**-24 * np.maximum(size, of_exponents)
         else:
-            numbers = 1.0 if name == "lse" else largest_lse
+            numbers = 1.0 if is_output else largest_lse
             allowed += 4 * 2.0**-24 * numbers * size
         allowed = np.maximum(allowed, 1e-30)
         found[name] = np.max(np.where(error == 0, 0.0, error / allowed), initial=0.0)

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.core import axes
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
@@ -76,11 +77,26 @@ class State(NamedTuple):
     m: jax.Array  # [rows], in units of log2; -inf where nothing has been kept
     l: jax.Array  # [rows], or [rows, parts]: a row's sum, or parts of it
     acc: Block  # [rows, value head size]
+    # [rows, parts], int32: the bits of the largest p that `accumulate` met. From 0 on
+    # they are in the order of the numbers. None where nobody asks for `largest`.
+    top: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
         """[rows], the whole of l."""
         return self.l if self.l.ndim == self.m.ndim else jnp.sum(self.l, axis=-1)
+
+    @property
+    def largest(self) -> jax.Array:
+        """[rows], the largest score in natural units; -inf where nothing was kept.
+
+        `step` left it in m. A p that `accumulate` met is that score beyond m.
+        """
+        m = self.m
+        if self.top is not None:
+            p = lax.bitcast_convert_type(jnp.max(self.top, axis=-1), jnp.float32)
+            m = jnp.maximum(m, finite(m) + jnp.log2(p))
+        return m * LN_2
 
 
 def init(
@@ -88,6 +104,8 @@ def init(
     head_size: int | tuple[int, ...],
     parts: int | None = None,
     dtype=jnp.float32,
+    *,
+    top_parts: int | None = None,
 ) -> State:
     """The state before any key has been seen.
 
@@ -97,10 +115,12 @@ def init(
       parts: of a row's sum, a divisor of the number of keys in a block; None for the
         sum itself. A part is the sum of every `parts`th key: where that is how keys are
         dealt to the lanes of a warp, no lane waits for another before it is wanted.
+      top_parts: likewise, of the largest p (`State.top`); None for none.
     """
     m = jnp.full((*rows,), -jnp.inf, dtype)
     l = jnp.zeros((*rows,) if parts is None else (*rows, parts), dtype)
-    return State(m, l, zeros(rows, head_size, dtype))
+    top = None if top_parts is None else jnp.zeros((*rows, top_parts), jnp.int32)
+    return State(m, l, zeros(rows, head_size, dtype), top)
 
 
 def step(
@@ -121,7 +141,7 @@ def step(
     in_parts = state.l.ndim > alpha.ndim
     l = _scaled_rows(state.l, alpha, arithmetic) if in_parts else state.l * alpha
     acc = _scaled_rows(state.acc, alpha, arithmetic)
-    return State(top, add_row_sums(l, p), added(acc, product(p)))
+    return State(top, add_row_sums(l, p), added(acc, product(p)), state.top)
 
 
 def update(
@@ -160,10 +180,21 @@ def accumulate(
     As exact where `in_range` holds after the last block. No step may follow: it would
     not know that an m of -inf stood for 0.
     """
-    m, l, acc = state
+    m, l, acc, top = state
     shift = arithmetic.along(finite(m), -2, scores.x.shape)
     p = probabilities(scores, shift, arithmetic)
-    return State(m, add_row_sums(l, p), added(acc, product(p)))
+    top = None if top is None else larger(top, p)
+    return State(m, add_row_sums(l, p), added(acc, product(p)), top)
+
+
+def larger(top: jax.Array, p: jax.Array) -> jax.Array:
+    """`State.top` with a block of p.
+
+    Of integers Hopper finds the largest of three in one instruction.
+    """
+    *rows, parts = top.shape
+    bits = lax.bitcast_convert_type(p, jnp.int32)
+    return jnp.maximum(top, jnp.max(bits.reshape(*rows, -1, parts), axis=-2))
 
 
 def add_row_sums(l: jax.Array, p: jax.Array) -> jax.Array:
@@ -290,8 +321,8 @@ def _over_parts(of_axis: Callable, of_two: Callable, x):
     return of_axis(x, axis=0)
 
 
-def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of rows that keep every key, from all keys at once.
+def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, ...]:
+    """Output, log-sum-exp and largest scores of rows that keep all of their keys.
 
     `step` and `finish` as XLA knows them: it makes one kernel of such a softmax, of
     which only the output is wanted, and so reads the scores once.
@@ -304,7 +335,8 @@ def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, jax.Arr
     top = jnp.max(x, axis=-1, keepdims=True)
     p = jnp.exp((x - top) * unit)
     l = jnp.sum(p, axis=-1, keepdims=True)
-    return product(p / l), jnp.squeeze(top * unit + jnp.log(l), axis=-1)
+    lse = jnp.squeeze(top * unit + jnp.log(l), axis=-1)
+    return product(p / l), lse, jnp.squeeze(top * unit, axis=-1)
 
 
 def softmax(scores: Scores, sink=None, arithmetic: Arithmetic = PLAIN) -> jax.Array:

@@ -55,6 +55,8 @@ class AttentionSpec:
       is_part: whether there are more keys than those at hand. Results are then parts of
         others, in float32 or wider, and the backward gets output and log-sum-exp over
         all keys. Static.
+      gives_largest: whether the forward also gives the largest score of each row, which
+        has no gradient. Static.
       rows_have_keys: whether it is known without data that each query row within its
         length looks at some key (`with_known_rows`). Static.
     """
@@ -70,6 +72,7 @@ class AttentionSpec:
     query_rows: Numbering = ALL_ROWS
     key_rows: Numbering = ALL_ROWS
     is_part: bool = dataclasses.field(default=False, metadata={"static": True})
+    gives_largest: bool = dataclasses.field(default=False, metadata={"static": True})
     rows_have_keys: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property

@@ -22,6 +22,7 @@ from pallas_kernels.core import pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
+COLUMNS = 8  # of results of products, of which a thread has two in each row
 _GLOBAL, _SHARED = 1, 3  # address spaces
 _LOADS_BY_INDEX = jax.__version_info__ < (0, 11)
 # Whether tiles that are one swizzled part wide can be copied from arrays of any width.

@@ -43,16 +43,16 @@ def forward(
     k: Named,
     v: Named,
     spec: AttentionSpec,
-    outputs: tuple[Named, Named],
+    outputs: tuple[Named, ...],
     *,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Output and log-sum-exp.
+    """Output and log-sum-exp, and the largest scores if they have a struct.
 
     Args:
       q, k, v: operands, axes `t h`, `s h`, `s d` among others.
       spec: of `Named` arrays, with the tables for these blocks.
-      outputs: shape structs of o (axes `t d` among others) and lse (`t`).
+      outputs: shape structs of o (axes `t d` among others), lse (`t`), and as lse.
       launch: block sizes and the rest.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
@@ -75,7 +75,12 @@ def forward(
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
 
-        nothing = flash2.init([launch.blocks.block_q], layout.pieces["d"], _PARTS)
+        nothing = flash2.init(
+            [launch.blocks.block_q],
+            layout.pieces["d"],
+            _PARTS,
+            top_parts=_PARTS if spec.gives_largest else None,
+        )
         # Triton takes a loop apart that it knows to have one round, and gives each of
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
@@ -92,7 +97,8 @@ def forward(
             lambda: state,
         )
         o, lse = flash2.finish(state, spec.sink, launch.arithmetic)
-        values = (flash2.scaled(o, spec.dropout_scale) if spec.dropout else o), lse
+        o = flash2.scaled(o, spec.dropout_scale) if spec.dropout else o
+        values = [o, lse, *([state.largest] if spec.gives_largest else [])]
         # Rows beyond a query length are results too: 0 and -inf.
         where["t"] = layout.rows_at("t", where["t"].start)
         for view, value in zip(outputs, values, strict=True):
@@ -104,8 +110,9 @@ def forward(
     )
     if not layout.parts:
         return tuple(x.value for x in found)
-    o, lse = found
-    return merged(o, lse, sink, outputs, interpret=launch.interpret)
+    o, lse, *largest = found
+    whole = merged(o, lse, sink, outputs[:2], interpret=launch.interpret)
+    return *whole, *(jnp.max(x.value, axis=x.axes.index("z")) for x in largest)
 
 
 def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:

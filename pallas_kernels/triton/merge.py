@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def merged(
     o: Named,
     lse: Named,
     sink: Named | None,
-    outputs: tuple[Named, Named],
+    outputs: Sequence[Named],
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:

@@ -137,6 +137,7 @@ WRONG = {
     "causal_array": ({"is_causal": jnp.array(True)}, TYPE, ["is_causal", "bool"]),
     "causal_int": ({"is_causal": 1}, TYPE, ["is_causal", "bool", "1"]),
     "causal_text": ({"is_causal": "yes"}, TYPE, ["is_causal", "bool", "yes"]),
+    "max_logit_int": ({"return_max_logit": 1}, TYPE, ["return_max_logit", "bool"]),
     "residual_none": ({"return_residual": None}, TYPE, ["return_residual", "bool"]),
     "q_lengths_float": (
         {QUERY_LENGTHS: jnp.ones(2)},

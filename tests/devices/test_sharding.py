@@ -49,15 +49,17 @@ def _arguments():
 
 
 def _with_gradients(backend, **arguments):
-    """Output, log-sum-exp and gradients of query, key and value."""
+    """All results, and gradients of query, key and value."""
 
     def run(q, k, v):
         def call(q, k, v):
-            options = {**arguments, **BACKENDS[backend]}
-            return attention(q, k, v, is_causal=True, return_residual=True, **options)
+            options = {**arguments, **BACKENDS[backend], "is_causal": True}
+            more = {"return_residual": True, "return_max_logit": True}
+            return attention(q, k, v, **options, **more)
 
-        (out, lse), vjp = jax.vjp(call, q, k, v)
-        return out, lse, *vjp((jnp.cos(out), jnp.sin(lse)))
+        (out, lse, largest), vjp = jax.vjp(call, q, k, v)
+        cotangents = jnp.cos(out), jnp.sin(lse), largest
+        return out, lse, largest, *vjp(cotangents)
 
     return run
 
@@ -119,7 +121,8 @@ def test_explicit_shardings_stay_where_they_are(backend, heads, kv_heads):
         split = _split(operands, mesh)
         actual = jax.jit(run)(*split)
         assert jax.typeof(actual[0]).sharding.spec == P("data", None, "model", None)
-        assert jax.typeof(actual[1]).sharding.spec == P("data", None, "model")
+        for x in actual[1:3]:
+            assert jax.typeof(x).sharding.spec == P("data", None, "model")
     _assert_equal(actual, expected)
 
 

@@ -288,13 +288,13 @@ MUTANTS = [
         ),
         (
             "no rows have a log-sum-exp of 0",
-            "jnp.full(lse.shape, -jnp.inf, lse.dtype),",
-            "jnp.full(lse.shape, 0.0, lse.dtype),",
+            "*(jnp.full(x.shape, -jnp.inf, x.dtype) for x in of_rows),",
+            "*(jnp.zeros(x.shape, x.dtype) for x in of_rows),",
             "tests/kernels/test_attention.py -k 'no_rows and xla'",
         ),
         (
             "a log-sum-exp for each value",
-            "return {1: of_value_alone(problem)}",
+            "return dict.fromkeys(of_rows, of_value_alone(problem))",
             "return {}",
             "tests/transforms/test_transforms.py -k 'stays_unmapped and xla'",
         ),

@@ -21,10 +21,28 @@ MUTANTS = [
         ),
         (
             "the forward summed in bfloat16",
-            "return State(m, add_row_sums(l, p), added(acc, product(p)))",
+            "return State(m, add_row_sums(l, p), added(acc, product(p)), top)",
             "new = jax.tree.map(lambda x: lax.reduce_precision(x, 8, 7), "
-            "added(acc, product(p))); return State(m, add_row_sums(l, p), new)",
+            "added(acc, product(p))); return State(m, add_row_sums(l, p), new, top)",
             SUMS,
+        ),
+        (
+            "the largest score of the first blocks",
+            "m = jnp.maximum(m, finite(m) + jnp.log2(p))",
+            "m = jnp.maximum(m, finite(m))",
+            "tests/kernels/test_accumulate.py -k 'levels and rising'",
+        ),
+        (
+            "the largest score of a row whose first blocks kept nothing",
+            "m = jnp.maximum(m, finite(m) + jnp.log2(p))",
+            "m = jnp.maximum(m, m + jnp.log2(p))",
+            "tests/kernels/test_accumulate.py -k 'levels and nothing_first'",
+        ),
+        (
+            "the largest score of some of a row's parts",
+            "jnp.max(self.top, axis=-1)",
+            "self.top[..., 0]",
+            "tests/kernels/test_accumulate.py -k 'levels and rising'",
         ),
         (
             "whole rows without the scores' unit",
@@ -181,6 +199,33 @@ MUTANTS = [
             "return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))",
             "return pieces, logs[0]",
             "tests/kernels/test_division.py -k many_parts",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/forward.py",
+        (
+            "the largest score of the first part of the keys",
+            'jnp.max(x.value, axis=x.axes.index("z"))',
+            'x.value.take(0, x.axes.index("z"))',
+            "tests/kernels/test_division.py -k few_queries",
+        ),
+    ),
+    *of(
+        "jax_flash2/_ring.py",
+        (
+            "the smallest of the rounds' largest scores",
+            "functools.reduce(jnp.maximum, x)",
+            "functools.reduce(jnp.minimum, x)",
+            "tests/devices/test_context.py -k 'any_number and ring'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
+        (
+            "the largest score of the first columns",
+            "bits[:, first : first + support.COLUMNS]",
+            "bits[:, : support.COLUMNS]",
+            "tests/kernels/test_max_logit.py -k mosaic_gpu",
         ),
     ),
 ]

@@ -122,8 +122,8 @@ _TRITON = [
         ),
         (
             "an output without dropout's scale",
-            "(flash2.scaled(o, spec.dropout_scale) if spec.dropout else o)",
-            "o",
+            "o = flash2.scaled(o, spec.dropout_scale) if spec.dropout else o",
+            "pass",
             rule("dropout"),
         ),
         (

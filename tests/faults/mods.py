@@ -48,6 +48,21 @@ MUTANTS = [
         ),
     ),
     *of(
+        "jax_flash2/_plot.py",
+        (
+            "a picture of the first head for all",
+            '"n": head}',
+            '"n": 0}',
+            "tests/api/test_plot.py -k every_mask",
+        ),
+        (
+            "a picture shows blocks without a mask as others",
+            "code[kept & of_pairs(full)] += 1",
+            "code[kept & of_pairs(full)] += 0",
+            "tests/api/test_plot.py -k blocks_are",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/scores/mod.py",
         (
             "a derivative that is not finite counts for masked pairs",

@@ -90,13 +90,4 @@ MUTANTS = [
             f"{TABLES} -k calls_use",
         ),
     ),
-    *of(
-        "jax_flash2/plot.py",
-        (
-            "a picture of another head",
-            "[entry, head]",
-            "[entry, 0]",
-            "tests/project/test_plot.py",
-        ),
-    ),
 ]

@@ -13,9 +13,9 @@ MODULES = (
     "jax_flash2._api",
     "jax_flash2._flax",
     "jax_flash2._merge",
+    "jax_flash2._plot",
     "jax_flash2._rows",
     "jax_flash2.nn",
-    "jax_flash2.plot",
     "pallas_kernels.configs",
 )
 

@@ -14,7 +14,7 @@ from pallas_kernels.core import masks, scores
 ROOT = Path(__file__).parents[2]
 RUNTIME = {"jax", "jaxlib", "numpy"}
 # What a file imports that nothing else does, of an extra.
-EXTRAS = {"jax_flash2/plot.py": {"matplotlib"}}
+EXTRAS = {"jax_flash2/_plot.py": {"matplotlib"}}
 # Every file of the packages, innermost first: each imports what stands before it, or
 # in its own line. A name without ".py" is a folder, whose files may import each other,
 # as those may that a name with "*.py" stands for.
@@ -49,9 +49,9 @@ LAYERS = (
     ("jax_flash2/_ring.py",),
     ("jax_flash2/_context.py",),
     ("jax_flash2/_api.py",),
-    ("jax_flash2/_flax.py", "jax_flash2/nn.py"),
+    ("jax_flash2/_flax.py", "jax_flash2/nn.py", "jax_flash2/_plot.py"),
     ("jax_flash2/__init__.py",),
-    ("jax_flash2/tune", "jax_flash2/plot.py"),
+    ("jax_flash2/tune",),
 )
 CORE = (  # of the folder, likewise
     "arithmetic",

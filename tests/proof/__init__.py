@@ -53,7 +53,8 @@ def forward(_, call, outputs):
     state = flash2.init(whole.q.shape[:-1], whole.size["d"], dtype=outputs[1].dtype)
     state = flash2.step(state, whole.scores, whole.values)
     o, lse = flash2.finish(state, None if sink is None else whole.split(sink, "t"))
-    found = (o * call.spec.dropout_scale, "td"), (lse, "t")
+    found = [(o * call.spec.dropout_scale, "td"), (lse, "t")]
+    found += [(state.largest, "t")] if call.spec.gives_largest else []
     return [whole.sum(*x, out) for x, out in zip(found, outputs, strict=True)]
 
 

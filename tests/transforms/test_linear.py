@@ -117,12 +117,13 @@ def test_derivatives_of_a_transpose(backend):
 
 
 def test_the_log_sum_exp_is_known_before_value_is():
-    """A function of value may use both results."""
+    """A function of value may use all results."""
 
     def f(value, implementation):
-        options = {"return_residual": True, "implementation": implementation}
-        out, lse = attention(Q, K, value, **options)
-        return out * lse[..., None]
+        options = {"return_residual": True, "return_max_logit": True}
+        options["implementation"] = implementation
+        out, lse, largest = attention(Q, K, value, **options)
+        return out * (lse * largest)[..., None]
 
     found, expected = (
         _transposed(functools.partial(f, implementation=name))(COTANGENT)
@@ -191,16 +192,15 @@ def test_jet(backend, order):
     _assert_close(found, expected)
 
 
-def test_jet_of_a_call_with_integers_and_two_results():
+def test_jet_of_a_call_with_integers_and_three_results():
     """Segment ids and random words have no tangents."""
     q, k, v = (_normal(1, 5, 2, 4, seed=i) for i in range(3))
 
     def f(q):
         options = {"dropout_rate": 0.2, "dropout_rng": jax.random.key(0)}
+        options |= {"return_residual": True, "return_max_logit": True}
         ids = jnp.int32([[0, 0, 1, 1, 1]])
-        return attention(
-            *(q, k, v), query_segment_ids=ids, return_residual=True, **options
-        )
+        return attention(q, k, v, query_segment_ids=ids, **options)
 
     def along(t):
         return f(q + t * k + t**2 / 2 * v)

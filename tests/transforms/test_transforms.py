@@ -233,10 +233,10 @@ def test_single_heads_with_learnt_operands(backend):
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_what_no_mapped_operand_reaches_stays_unmapped(backend):
-    """The log-sum-exp depends neither on value nor on dropout, dv not on value."""
+    """Results of rows depend neither on value nor on dropout, dv not on value."""
     q, k, v, cotangent = (x[0] for x in operands(count=4))
     values, keys = jnp.stack([v, 2 * v]), jax.random.split(jax.random.key(0))
-    options = {"return_residual": True, **BACKENDS[backend]}
+    options = {"return_residual": True, "return_max_logit": True, **BACKENDS[backend]}
 
     def call(q, v, key=None):
         rate = 0.0 if key is None else 0.3
@@ -245,19 +245,20 @@ def test_what_no_mapped_operand_reaches_stays_unmapped(backend):
     def alone(q, v, key=None):
         return jax.jit(call)(q, v, key)
 
-    out, lse = jax.jit(jax.vmap(call, (None, 0), (0, None)))(q, values)
-    assert_same((out[0], lse), alone(q, v))
+    unmapped = None, None
+    out, *rows = jax.jit(jax.vmap(call, (None, 0), (0, *unmapped)))(q, values)
+    assert_same((out[0], *rows), alone(q, v))
     assert_same(out[1], alone(q, 2 * v)[0])
-    out, lse = jax.jit(jax.vmap(call, (None, None, 0), (0, None)))(q, v, keys)
-    assert_same((out[1], lse), alone(q, v, keys[1]))
-    # Of two maps the log-sum-exp has the one over the query.
+    out, *rows = jax.jit(jax.vmap(call, (None, None, 0), (0, *unmapped)))(q, v, keys)
+    assert_same((out[1], *rows), alone(q, v, keys[1]))
+    # Of two maps they have the one over the query.
     queries = jnp.stack([q, -q, 2 * q])
     inner = jax.vmap(call, (0, None), 0)
-    out, lse = jax.jit(jax.vmap(inner, (None, 0), (1, None)))(queries, values)
-    assert_same((out[2, 1], lse[2]), alone(2 * q, 2 * v))
+    out, *rows = jax.jit(jax.vmap(inner, (None, 0), (1, *unmapped)))(queries, values)
+    assert_same((out[2, 1], *(x[2] for x in rows)), alone(2 * q, 2 * v))
 
     def tangents(v):
-        return jax.jvp(call, (q, v), (cotangent, v))[1]
+        return jax.jvp(call, (q, v), (cotangent, v))[1][:2]
 
     def of_value(v):
         _, pull = jax.vjp(lambda v: call(q, v)[0], v)

@@ -82,16 +82,16 @@ def forward(
     k: Named,
     v: Named,
     spec: AttentionSpec,
-    outputs: tuple[Named, Named],
+    outputs: tuple[Named, ...],
     *,
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Output and log-sum-exp.
+    """Output and log-sum-exp, and the largest scores if they have a struct.
 
     Args:
       q, k, v: operands, axes `t h`, `s h`, `s d` among others, those last.
       spec: of `Named` arrays, with the tables for these blocks.
-      outputs: shape structs of o (axes `t d` among others) and lse (`t` last).
+      outputs: shape structs of o (axes `t d` among others), lse (`t` last), and as lse.
       launch: block sizes and the rest.
     """
     plan = Plan.of((q, k, v), spec, outputs, launch)
@@ -181,7 +181,8 @@ def compute(program: Program) -> None:
     plan, scheduler, refs = program.plan, program.scheduler, program.refs
     me = program.warpgroup
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
-    no_keys = flash2.init([ROWS], 1)
+    parts = support.COLUMNS if plan.storage.largest else None
+    no_keys = flash2.init([ROWS], 1, top_parts=parts)
 
     def retry(number, all_running, state):
         refs.tile_words.ref[number * plan.consumers + me] = state[1]
@@ -302,7 +303,7 @@ def is_right(
 def store(
     program: Program, spec: AttentionSpec, where: Where, sums: flash2.State
 ) -> None:
-    """The epilogue: output and log-sum-exps of this warpgroup's rows.
+    """The epilogue: the results of this warpgroup's rows.
 
     Args:
       spec: with what the rows have.
@@ -315,8 +316,12 @@ def store(
     assert not isinstance(output, tuple), "heads are not in pieces here"
     output = (output * spec.dropout_scale).astype(program.o.dtype)
     wait_until_stored()  # of the previous work tile, which used the same tiles
-    lse = refs.lse.ref.at[me]
-    lse[...] = log
+    of_rows = [(refs.lse.ref.at[me], log, program.lse)]
+    if program.largest is not None:
+        at = refs.lse.ref.at[plan.consumers + me]
+        of_rows += [(at, sums.largest, program.largest)]
+    for at, numbers, _ in of_rows:
+        at[...] = numbers
     tile = (refs.q if refs.o is None else refs.o).at(me)
     for first in range(0, d, columns or d):
         part: Any = output
@@ -328,7 +333,8 @@ def store(
         tile.ref[...] = part
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.copied, to)
-    plgpu.copy_smem_to_gmem(lse, program.lse.at(where))
+    for at, _, view in of_rows:
+        plgpu.copy_smem_to_gmem(at, view.at(where))
 
 
 def wait_until_stored() -> None:

@@ -97,18 +97,18 @@ class KeyLoop:
         state = m, jnp.sum(p, axis=-1), value_operand(p)
         running = functools.partial(self._running_step, acc)
         m, *state = lax.fori_loop(first + 1, first + self.running, running, state)
-        state, shift = tuple(state), flash2.finite(m)
+        state, shift = (*state, self.no_keys.top), flash2.finite(m)
         if self.plan.one_running:
             masked = functools.partial(self._fixed_step, acc, True, shift)
             start, stop = first + self.running, first + self.edges
             state = lax.fori_loop(start, stop, masked, state)
         full = functools.partial(self._fixed_step, acc, False, shift)
-        total, p = lax.fori_loop(first + self.edges, last + 1, full, state)
+        total, p, top = lax.fori_loop(first + self.edges, last + 1, full, state)
         self.queries_read()
         self._prepare_values(last)
         self._add_values(acc, last, p)
         self._finish_values(last)
-        return flash2.State(m, total, acc[...])
+        return flash2.State(m, total, acc[...], top)
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
@@ -134,7 +134,7 @@ class KeyLoop:
           shift: the fixed maximum of each row.
         """
         i = support.opaque(i)
-        total, p = state
+        total, p, top = state
         self._prepare_values(i - 1)
         scores, value_operand = self._scores(
             masked, i, lambda: self._add_values(acc, i - 1, p)
@@ -142,8 +142,9 @@ class KeyLoop:
         shift = self._along(shift, self.plan.block_kv)
         p = flash2.probabilities(scores, shift, self.plan.arithmetic)
         total = flash2.add_row_sums(total, p)
+        top = None if top is None else _larger(top, p)
         self._finish_values(i - 1)
-        return total, value_operand(p)
+        return total, value_operand(p), top
 
     def _along(self, x: jax.Array, columns: int) -> jax.Array:
         return self.plan.arithmetic.along(x, -2, (ROWS, columns))
@@ -246,3 +247,11 @@ class KeyLoop:
 def _value_operand(pairs: Pairs, dtype, p: jax.Array) -> jax.Array:
     """What meets the values: probabilities after dropout, in their type."""
     return pairs.drop(p).astype(dtype)
+
+
+def _larger(top: jax.Array, p: jax.Array) -> jax.Array:
+    """`flash2.larger` by slices, of which a thread has two columns each."""
+    bits = lax.bitcast_convert_type(p, jnp.int32)
+    for first in range(0, bits.shape[-1], support.COLUMNS):
+        top = jnp.maximum(top, bits[:, first : first + support.COLUMNS])
+    return top

@@ -45,7 +45,8 @@ class Refs:
 
     Attributes:
       k: keys, [block_kv, H] in each stage.
-      lse: log-sum-exps, [ROWS] of each computing warpgroup.
+      lse: log-sum-exps, [ROWS] of each computing warpgroup; then the largest scores,
+        likewise, if they are a result.
       tile_words: int32. First come the tiles that are unfinished before each retry, a
         set of slots from each computing warpgroup. Then come the tiles that a dynamic
         schedule has given this thread block, one for each slot.
@@ -91,6 +92,7 @@ class Storage:
       pair_values: dtype of values of pairs that come by TMA, or None.
       retries: how many passes may come after the first one.
       taken_tiles: how many work tiles a thread block may take; 0 of a static schedule.
+      largest: whether the largest scores are a result.
       size: sizes of the call's axes, which tiles are copied from and to. They decide
         the forms of tiles, and not how many bytes these take.
     """
@@ -103,6 +105,7 @@ class Storage:
     pair_values: Any = None
     retries: int = MOST_RETRIES
     taken_tiles: int = MOST_TILES
+    largest: bool = False
     size: Mapping[str, int] | None = None
 
     @property
@@ -124,9 +127,10 @@ class Storage:
         queries = size["t"], size["h"]
         taken, retries = self.taken_tiles, max(self.retries, 1)
         words = retries * consumers + taken
+        of_rows = consumers * (1 + self.largest)
         return Refs(
             k=key_pipeline(h, "h"),
-            lse=Tile(plgpu.SMEM((consumers, ROWS), jnp.float32)),
+            lse=Tile(plgpu.SMEM((of_rows, ROWS), jnp.float32)),
             tile_words=Tile(plgpu.SMEM((words,), jnp.int32)),
             o=self._output_tile(size),
             pair_values=self._pair_pipeline(),
@@ -263,7 +267,7 @@ class Plan:
         cls,
         operands: tuple[Named, Named, Named],
         spec: AttentionSpec,
-        outputs: tuple[Named, Named],
+        outputs: tuple[Named, ...],
         launch: Launch,
     ) -> Plan:
         """The plan of a call, whose arguments are those of `forward`."""
@@ -343,7 +347,9 @@ def _storage(
     """
     width = memory.forward_tiles(layout.size)
     heads = width["h"], width["d"]
-    storage = Storage(blocks, heads, *dtypes, size=layout.size)
+    storage = Storage(
+        blocks, heads, *dtypes, largest=spec.gives_largest, size=layout.size
+    )
     pair_values = prefetch.pair_values(spec)  # at most one array
     if not storage.fits_with_pair_values(jnp.bfloat16):
         pair_values = []

@@ -48,7 +48,8 @@ class Program:
 
     Attributes:
       plan: of the call.
-      q, k, v, o, lse: views of global memory.
+      q, k, v, o, lse, largest: views of global memory; None if nobody asks for the
+        largest scores.
       spec: of views, of which nothing is loaded yet.
       refs: shared memory.
       warpgroup: the number of this one. The last one is the producer.
@@ -62,6 +63,7 @@ class Program:
     spec: AttentionSpec
     o: memory.View
     lse: memory.View
+    largest: memory.View | None
     refs: Refs
     warpgroup: jax.Array
     scheduler: StaticTiles | DynamicTiles
@@ -71,8 +73,10 @@ class Program:
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         words, taken = refs.tile_words.ref, refs.tile_taken
         scheduler = tiles_of(plan.schedule, thread_block, words, taken)
-        (q, k, v, spec), (o, lse) = inputs, outputs
-        return cls(plan, q, k, v, spec, o, lse, refs, warpgroup, scheduler)
+        (q, k, v, spec), (o, lse, *rest) = inputs, outputs
+        views = q, k, v, spec, o, lse
+        largest = rest[0] if rest else None
+        return cls(plan, *views, largest, refs, warpgroup, scheduler)
 
     def work_tile(self, slot) -> WorkTile:
         """The work tile in a slot of the thread block."""
