@@ -29,6 +29,8 @@ LAYERS = (
     ("pallas_kernels/passes.py",),
     ("pallas_kernels/triton",),
     ("pallas_kernels/mosaic_gpu/*.py",),
+    ("pallas_kernels/mosaic_gpu/ampere",),
+    ("pallas_kernels/mosaic_gpu/blackwell",),
     ("pallas_kernels/mosaic_gpu/hopper",),
     ("jax_flash2/_version.py",),
     ("jax_flash2/_backends.py",),

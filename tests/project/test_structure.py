@@ -30,7 +30,7 @@ DEEP_FUNCTIONS = 0
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
-    "dropout": (r"dropout|drops_by_sign", 17, 35),
+    "dropout": (r"dropout|drops_by_sign", 18, 36),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
