@@ -49,9 +49,7 @@ def _unfit(blocks: Blocks, call: Call) -> str | None:
     need = plans.columns(blocks, call.head_sizes[1])
     limit = device.tensor_memory_columns()
     if need > limit:
-        return (
-            f"{blocks} needs {need} columns of tensor memory and this GPU has {limit}"
-        )
+        return f"{blocks} needs {need} of {limit} columns of tensor memory"
     declared = plans.declare(blocks, call.head_sizes, call.dtype, call.size)
     return by_name.unfit(blocks, declared)
 
