@@ -178,16 +178,14 @@ class ByName:
     def modules(self) -> list[bytes]:
         """The modules of its kernels: one."""
         q = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
-        k = jax.ShapeDtypeStruct(
-            (*self.shape[:2], self.key_heads, self.shape[3]), q.dtype
-        )
+        batch, rows, _, size = self.shape
+        k = jax.ShapeDtypeStruct((batch, rows, self.key_heads, size), q.dtype)
         run = functools.partial(
             attention, **self.arguments, implementation=self.implementation
         )
         with described_as_here(self.capability) as device:
-            return string_attributes(
-                lower_for_gpu(run, q, k, k, device=device), "module"
-            )
+            text = lower_for_gpu(run, q, k, k, device=device)
+        return string_attributes(text, "module")
 
 
 def by_name() -> dict[str, ByName]:
