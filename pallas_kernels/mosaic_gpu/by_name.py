@@ -18,6 +18,8 @@ from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
@@ -106,3 +108,13 @@ def operands(call: Call, blocks: Blocks) -> tuple[Named, Named, Named, Attention
     rows = blocks.block_q, blocks.block_kv, call.size["t"], call.size["s"]
     value = clear.unread(call.spec, call.value)
     return call.query, call.key, value, call.spec.with_table("s", *rows)
+
+
+def scores_of(found: Pairs, products: jax.Array, dtype) -> Scores:
+    """Scores of a block of products, whose maximum runs (`flash2.update`).
+
+    Without a part for whole rows (`Scores.row`), which `update` reads from one column:
+    JAX finds no layout for that.
+    """
+    scores = found.scores_of(products, dtype)
+    return scores if scores.row is None else scores.settled

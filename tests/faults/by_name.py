@@ -55,6 +55,12 @@ MUTANTS = [
             "value = call.value",
             PADDING.format("tma"),
         ),
+        (
+            "a row's part of the scores, for which there is no layout",
+            "return scores if scores.row is None else scores.settled",
+            "return scores",
+            f"{HERE} -k scalars_alone",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/memory.py",

@@ -165,6 +165,24 @@ def test_variants_have_a_kernel(name):
     assert len(module) > 10_000
 
 
+@from_jax_0_12
+@pytest.mark.parametrize("architecture", GPUS)
+def test_all_that_needs_scalars_alone_lowers(architecture):
+    features = {
+        "is_causal": True,
+        "query_offset": jnp.int32([5, 7]),
+        "alibi_slopes": jnp.ones(4),
+        "logits_soft_cap": 30.0,
+        "sinks": jnp.zeros(4),
+        "score_mod": lambda score, b, h, q, kv: score * jnp.exp(-0.01 * (q - kv)),
+        "mask_mod": lambda b, h, q, kv: (q - kv) % 3 == 0,
+    }
+    call = functools.partial(attention, implementation=named(architecture), **features)
+    with described_as_here(GPUS[architecture]) as gpu:
+        text = lower_for_gpu(call, Q, K, K, device=gpu)
+    assert len(string_attributes(text, "module")) == 1
+
+
 BY_NAME = [
     RUNNERS[f"mosaic_gpu_{x}"].param(x, id=x, deep_too=x != "ampere_tma")
     for x in GPUS

@@ -37,7 +37,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu import by_name, memory, support
 from pallas_kernels.mosaic_gpu.ampere import products
 from pallas_kernels.mosaic_gpu.ampere.heads import RowHeads
 from pallas_kernels.mosaic_gpu.ampere.stages import AsyncCopies, TmaCopies
@@ -256,9 +256,8 @@ def step(
     qk = products.multiply(products.zeros(ROWS, plan.block_kv), queries, right)
     block = {**where, **keys.at(i, plan.block_kv)}
     found = pairs(spec, block, ("t", "s"), masked, plan.launch)
-    m, alpha, p = flash2.update(
-        state.m, found.scores_of(qk, plan.dtype), plan.launch.arithmetic
-    )
+    scores = by_name.scores_of(found, qk, plan.dtype)
+    m, alpha, p = flash2.update(state.m, scores, plan.launch.arithmetic)
     along = plan.launch.arithmetic.along(alpha, -2, (ROWS, plan.heads["d"]))
     left = products.as_left(p.astype(plan.dtype))
     acc = products.multiply(state.acc * along, left, products.load_right(tiles.v.ref))

@@ -48,7 +48,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu import by_name, memory, support
 from pallas_kernels.mosaic_gpu.blackwell.plan import REGISTERS, ROWS, Plan, Refs
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tile_scheduler import StaticTiles
@@ -313,7 +313,7 @@ class Consumer:
         found = pairs(
             self.spec, {**self.where, "s": keys}, ("t", "s"), masked, plan.launch
         )
-        scores = found.scores_of(qk, plan.dtype)
+        scores = by_name.scores_of(found, qk, plan.dtype)
         m, alpha, p = flash2.update(m, scores, plan.launch.arithmetic)
         total = flash2.add_row_sums(total * alpha, p)
         p = p.astype(plan.dtype)
