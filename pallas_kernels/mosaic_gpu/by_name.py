@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import clear
+from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.flash2 import Scores, State
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
@@ -118,3 +118,10 @@ def scores_of(found: Pairs, products: jax.Array, dtype) -> Scores:
     """
     scores = found.scores_of(products, dtype)
     return scores if scores.row is None else scores.settled
+
+
+def finish(state: State, spec: AttentionSpec, launch: Launch, dtype):
+    """Output, in `dtype`, and log-sum-exp of rows that have met all their keys."""
+    output, log = flash2.finish(state, spec.sink, launch.arithmetic)
+    assert not isinstance(output, tuple), "heads are not in pieces here"
+    return output.astype(dtype), log

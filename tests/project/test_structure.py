@@ -38,7 +38,7 @@ FEATURES = {
     "lengths": (r"length|(kv|q)_limit", 10, 21),
     "ALiBi": (r"slopes|alibi", 0, 0),
     "soft cap": (r"soft_?cap", 0, 0),
-    "sinks": (r"sink", 10, 76),
+    "sinks": (r"sink", 11, 77),
 }
 
 

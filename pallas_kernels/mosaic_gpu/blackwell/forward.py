@@ -348,13 +348,11 @@ class Consumer:
         m, total = state
         sums = plgpu.async_load_tmem(self.sums, layout=support.ROW_OF_A_THREAD)
         plgpu.wait_load_tmem()
-        output, log = flash2.finish(
-            flash2.State(m, total, sums), self.spec.sink, program.plan.launch.arithmetic
-        )
-        assert not isinstance(output, tuple), "heads are not in pieces here"
+        state, launch = flash2.State(m, total, sums), program.plan.launch
+        output, log = by_name.finish(state, self.spec, launch, program.o.dtype)
         tile, lse = program.refs.o.at(me), program.refs.lse.ref.at[me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous tile
-        plgpu.store(tile.ref, output.astype(program.o.dtype), optimized=False)
+        plgpu.store(tile.ref, output, optimized=False)
         lse[...] = log
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.copied, program.o.at(self.where))
