@@ -184,7 +184,7 @@ def test_all_that_needs_scalars_alone_lowers(architecture):
 
 
 BY_NAME = [
-    RUNNERS[f"mosaic_gpu_{x}"].param(x, id=x, deep_too=x != "ampere_tma")
+    RUNNERS[f"mosaic_gpu_{x}"].param(x, id=x, deep_too=True)
     for x in GPUS
     if f"mosaic_gpu_{x}" in RUNNERS and RUNNERS[f"mosaic_gpu_{x}"].forward_only
 ]
