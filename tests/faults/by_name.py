@@ -86,7 +86,13 @@ MUTANTS = [
             "the keys of the first head for all",
             "Rows(number * width, width)",
             "Rows(number * 0, width)",
-            AMPERE,
+            f"{HERE} -k head_lies",
+        ),
+        (
+            "heads of several axes counted as if these had one element",
+            "number = number * self.sizes[name] + where[name]",
+            "number = number + where[name]",
+            f"{HERE} -k head_lies",
         ),
     ),
     *of(

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
+from pallas_kernels.core.axes import Named
 from pallas_kernels.mosaic_gpu import ampere, blackwell, by_name
+from pallas_kernels.mosaic_gpu.ampere.heads import RowHeads
 from tests import mosaic_interpreter, ptxas, tolerances
 from tests.cases import Case
 from tests.kernels.runners import RUNNERS
@@ -181,6 +183,19 @@ def test_all_that_needs_scalars_alone_lowers(architecture):
     with described_as_here(GPUS[architecture]) as gpu:
         text = lower_for_gpu(call, Q, K, K, device=gpu)
     assert len(string_attributes(text, "module")) == 1
+
+
+def test_where_a_head_lies_in_a_row():
+    x = np.arange(2 * 5 * 1 * 3 * 2 * 4).reshape(2, 5, 1, 3, 2, 4)
+    keys = Named(jnp.asarray(x), ("b", "s", None, "v0", "k", "h"))
+    heads = RowHeads.of(keys)
+    row = heads.array(keys)
+    assert row.shape == (2, 5, 24) and row.axes[:2] == ("b", "s")
+    for at in np.ndindex(3, 2):
+        where = heads.at({"v0": at[0], "k": at[1], "b": 0})
+        part = where[row.axes[2]]
+        found = row.value[:, :, int(part.start) :][..., : part.size]
+        np.testing.assert_array_equal(found, x[:, :, 0, at[0], at[1]])
 
 
 BY_NAME = [
