@@ -254,17 +254,27 @@ def printed(function, *arguments) -> str:
 def main(words: list[str]) -> None:
     passes = {"forward", "backward"} & set(words)
     words = [word for word in words if word not in passes]
+    found = by_name() if {"ampere", "blackwell"} & set(words) else variants()
+    wanted = {name: x for name, x in found.items() if all(w in name for w in words)}
+    capabilities = {
+        x.capability if isinstance(x, ByName) else 90 for x in wanted.values()
+    }
+    if len(capabilities) > 1:  # the compiler asks a process once
+        for capability in sorted(capabilities):
+            again = [sys.executable, "-m", "tests.ptxas", *words, f"{capability / 10},"]
+            subprocess.run(again, check=True)
+        return
+    os.environ[_CAPABILITY] = str(*capabilities)
     with tempfile.TemporaryDirectory() as folder:
         compile_module = compiler(folder)
-        wanted = by_name() if {"ampere", "blackwell"} & set(words) else variants()
         for name, variant in wanted.items():
-            if not all(word in name for word in words):
-                continue
             is_named = isinstance(variant, ByName)
-            os.environ[_CAPABILITY] = str(variant.capability if is_named else 90)
             for module in variant.modules if is_named else kernels(*variant):
                 log = printed(compile_module, module, len(module))
-                for report in reports(log):
+                compiled = list(reports(log))
+                if not compiled:
+                    sys.exit(f"{name}: {log}")
+                for report in compiled:
                     if not passes or any(x in report.kernel for x in passes):
                         print(f"{name}: {report}", flush=True)
 

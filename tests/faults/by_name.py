@@ -59,7 +59,7 @@ MUTANTS = [
             "a row's part of the scores, for which there is no layout",
             "return scores if scores.row is None else scores.settled",
             "return scores",
-            f"{HERE} -k scalars_alone",
+            f"{HERE} -k 'scalars_alone and alibi'",
         ),
     ),
     *of(

@@ -167,19 +167,26 @@ def test_variants_have_a_kernel(name):
     assert len(module) > 10_000
 
 
-@from_jax_0_12
-@pytest.mark.parametrize("architecture", GPUS)
-def test_all_that_needs_scalars_alone_lowers(architecture):
-    features = {
-        "is_causal": True,
+SCALARS = {
+    "alibi": {"is_causal": True, "alibi_slopes": jnp.ones(4)},
+    "others": {
+        "local_window_size": (90, 3),
         "query_offset": jnp.int32([5, 7]),
-        "alibi_slopes": jnp.ones(4),
         "logits_soft_cap": 30.0,
         "sinks": jnp.zeros(4),
         "score_mod": lambda score, b, h, q, kv: score * jnp.exp(-0.01 * (q - kv)),
         "mask_mod": lambda b, h, q, kv: (q - kv) % 3 == 0,
-    }
-    call = functools.partial(attention, implementation=named(architecture), **features)
+    },
+}
+
+
+@from_jax_0_12
+@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize("features", SCALARS)
+def test_what_needs_scalars_alone_lowers(features, architecture):
+    call = functools.partial(
+        attention, implementation=named(architecture), **SCALARS[features]
+    )
     with described_as_here(GPUS[architecture]) as gpu:
         text = lower_for_gpu(call, Q, K, K, device=gpu)
     assert len(string_attributes(text, "module")) == 1
