@@ -38,11 +38,14 @@ class Entry:
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are inside a `custom_vjp`, and have those of the
         first that is.
+      only_by_name: why it serves only calls that name it, and makes only their forward
+        pass; None where it serves others.
     """
 
     module: str
     platform: str | None = None
     has_tangents: bool = False
+    only_by_name: str | None = None
 
 
 class Made(NamedTuple):
@@ -59,11 +62,18 @@ class Made(NamedTuple):
     passed_over: dict[str, str]
 
 
+_NOT_RUN = "not run on a card"
 # From the fastest on. `implementation=None` picks the first that serves a call and is
-# not known to be slower than the next. What that one does not make of the gradients,
-# the next one of its platform makes.
+# not known to be slower than the next, of those that need not be named. What that one
+# does not make of the gradients, the next one of its platform makes.
 BACKENDS = {
     "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
+    "mosaic_gpu_ampere": Entry(
+        "pallas_kernels.mosaic_gpu.ampere", "cuda", only_by_name=_NOT_RUN
+    ),
+    "mosaic_gpu_blackwell": Entry(
+        "pallas_kernels.mosaic_gpu.blackwell", "cuda", only_by_name=_NOT_RUN
+    ),
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
@@ -72,6 +82,11 @@ _SERVED = "can serve this call"
 _ARGUMENTS = {"slopes": "alibi_slopes", "factor": "scale"}
 # The oracle of the tests, quadratic in memory: only by name.
 REFERENCE = "reference"
+
+
+def unnamed() -> list[str]:
+    """The backends that `implementation=None` may pick, in order."""
+    return [name for name, entry in BACKENDS.items() if not entry.only_by_name]
 
 
 def names() -> tuple[str, ...]:
@@ -160,9 +175,10 @@ def served(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made]:
 
 def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Declined:
     """The first backend of a platform, from `name` on, that makes a pass."""
-    after = list(BACKENDS)[list(BACKENDS).index(name) :]
+    after = list(BACKENDS)[list(BACKENDS).index(name) + 1 :]
     platform = BACKENDS[name].platform
-    others = [x for x in after if BACKENDS[x].platform == platform]
+    others = [x for x in after if x in unnamed() and BACKENDS[x].platform == platform]
+    others = [name, *others]
     passed_over = {}
     for i, x in enumerate(others if platform else [name]):
         own = plan(x, call, pass_)
@@ -235,7 +251,7 @@ def choose(implementation: str | None, call: Call) -> str:
         if implementation is not None or BACKENDS[chosen].platform is not None:
             return chosen
         here = device.platform()
-        kernels = [name for name, entry in BACKENDS.items() if entry.platform == here]
+        kernels = [x for x in unnamed() if BACKENDS[x].platform == here]
         why_not = {name: reason(name, call) for name in kernels}
     if why_not and all(why_not.values()):
         why = "; ".join(f"{name}: {text}" for name, text in why_not.items())
@@ -295,7 +311,7 @@ def _choice(implementation: str | None, call: Call) -> str:
         return implementation
     chosen = _first(call, lambda name: reason(name, call) is None)
     if chosen is None:
-        why = (f"{name}: {why_not}" for name, why_not in reasons(call).items())
+        why = (f"{name}: {reason(name, call)}" for name in unnamed())
         raise ValueError(f"no implementation serves this call: {'; '.join(why)}")
     return chosen
 
@@ -303,7 +319,7 @@ def _choice(implementation: str | None, call: Call) -> str:
 def _first(call: Call, serves: Callable[[str], bool]) -> str | None:
     """The first backend that serves a call and is not slower than the next, if any."""
     # A backend may be known to be slower than the next one, not than those after that.
-    names = list(BACKENDS)
+    names = unnamed()
     for i, name in enumerate(names):
         following = names[i + 1 : i + 2]
         if serves(name) and not (_slower(name, call) and any(map(serves, following))):
@@ -322,7 +338,7 @@ def explain(implementation: str | None, call: Call) -> str:
     lines = []
     try:
         chosen = _choice(implementation, call)
-        lines.append(f"implementation: {chosen}")
+        lines.append(f"implementation: {chosen}{_marked(chosen)}")
         if not call.is_symbolic:
             forward, backward = call.flops
             of_products = f"{forward:.3g} FLOPs, of gradients {backward:.3g}"
@@ -338,9 +354,16 @@ def explain(implementation: str | None, call: Call) -> str:
     for name, why_not in reasons(call).items():
         slower = None if why_not else _slower(name, call)
         text = f"can serve this call, slower: {slower}" if slower else _SERVED
+        text = f"{text}, if named{_marked(name)}" if _marked(name) else text
         lines.append(f"  {name}: {why_not or text}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
     return "\n".join(lines)
+
+
+def _marked(name: str) -> str:
+    """Why a backend is not chosen without its name, in brackets; or nothing."""
+    why = name in BACKENDS and BACKENDS[name].only_by_name
+    return f" ({why})" if why else ""
 
 
 def _words(pass_: Pass, made: Made, call: Call) -> list[str]:

@@ -157,7 +157,8 @@ class Declined:
 class Backend(Protocol):
     """What the module of a backend has.
 
-    It may also have `lowering_context`, a function without arguments: the context in
+    One that declines both passes of gradients needs no `backward`. It may also have
+    `lowering_context`, a function without arguments: the context in
     which its other functions are traced and lowered.
     """
 

@@ -125,6 +125,11 @@ def _here():
     return here if here.device_kind == device_kind() else None
 
 
+def is_here() -> bool:
+    """Whether this machine has the GPU that is meant."""
+    return _here() is not None
+
+
 def _named() -> tuple[int, int]:
     """Capability times ten and multiprocessors of a GPU that is not here."""
     kind = device_kind()

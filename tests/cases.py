@@ -402,8 +402,8 @@ SMALL_BLOCKS = Blocks(block_q=16, block_kv=16, num_warps=4, num_stages=1)
 INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 
 ON_GPU = jax.default_backend() == "gpu"
-# On Hopper only, and of elements of two bytes: `tests.kernels.runners` has them, too.
-APART = ("mosaic_gpu",)
+# Of one kind of GPU, and of elements of two bytes: `tests.kernels.runners` has them.
+APART = ("mosaic_gpu", "mosaic_gpu_ampere", "mosaic_gpu_blackwell")
 # How each other one is called here: compiled kernels on a GPU, interpreted elsewhere.
 BACKENDS = {
     name: {

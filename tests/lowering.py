@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
+from jax.experimental.mosaic.gpu import utils
 from jax.sharding import AbstractDevice, AbstractMesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
+
+from pallas_kernels import device as devices
+
+# A GPU of each compute capability, times ten, that Mosaic GPU kernels are for.
+GPUS = {
+    80: "NVIDIA A100-SXM4-80GB",
+    86: "NVIDIA A10",
+    89: "NVIDIA L4",
+    90: "NVIDIA H200",
+    100: "NVIDIA B200",
+    103: "NVIDIA B300",
+    120: "NVIDIA GeForce RTX 5090",
+    121: "NVIDIA GB10",
+}
 
 
 def on_gpu(device: str = "NVIDIA H200"):
@@ -22,6 +40,19 @@ def lower_for_gpu(function, *args, device: str = "NVIDIA H200") -> str:
     with on_gpu(device):
         traced = jax.jit(function).trace(*args)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@contextlib.contextmanager
+def described_as_here(capability: int) -> Iterator[str]:
+    """As if there were a GPU of that capability: Mosaic GPU is lowered for it.
+
+    Gives its name. JAX takes Mosaic GPU's architecture from a device that is there.
+    """
+    here = mock.patch.object(devices, "is_here", lambda: True)
+    architecture = divmod(capability, 10)
+    asked = mock.patch.object(utils, "_infer_arch", lambda: architecture, create=True)
+    with here, asked:
+        yield GPUS[capability]
 
 
 def kernel_modules(text: str) -> dict[str, str]:

@@ -5,7 +5,8 @@ programs one after the other. What it lacks is put in its place here:
 
 - what kernels say to the GPU in PTX: plain JAX;
 - semaphores: nothing, as programs of lower numbers have ended;
-- products of registers, stores to sums of products, and additions by TMA.
+- products of registers, stores to sums of products, and additions by TMA;
+- products by mma.sync, and copies without a barrier (cp.async): at once.
 
 It does not see that products run on beside other instructions, nor registers and their
 layouts. So it shows that barriers and arithmetic are right, and not that a GPU agrees.
@@ -26,13 +27,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash2 import _api, _operation
+from jax_flash2 import _api, _backends, _operation
 from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
-from pallas_kernels.mosaic_gpu import hopper as backend
-from pallas_kernels.mosaic_gpu import pairwise, support
+from pallas_kernels.mosaic_gpu import hopper, pairwise, support
+from pallas_kernels.mosaic_gpu.ampere import products
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
@@ -58,6 +59,11 @@ def _named_barrier(instruction: str, number, warpgroups: int) -> None:
         return operation, num_threads
 
     bar_op(number)  # pyright: ignore[reportCallIssue]
+
+
+def _numbers_along(axis: int, size: int, of_block=None) -> jax.Array:
+    del axis, of_block
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def _load(ref, shape, *, transposed: bool):
@@ -227,12 +233,29 @@ def _to_int(x):
     return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
-def install(monkeypatch, *, races: bool = False) -> None:
+def _multiply(sums, left, right):
+    return sums + jnp.dot(left, right, preferred_element_type=sums.dtype)
+
+
+def _copy_at_once(original):
+    """As `plgpu.copy_gmem_to_smem`: the interpreter knows copies with a barrier."""
+
+    def copy(source, tile, barrier=None, **options):
+        if barrier is None:
+            tile[...] = source[...]
+        else:
+            original(source, tile, barrier, **options)
+
+    return copy
+
+
+def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     """Until the end of a test, Mosaic GPU kernels are interpreted.
 
     Args:
       monkeypatch: pytest's.
       races: whether it is an error if no barrier orders two accesses to memory.
+      capability: compute capability of the GPU, times ten.
     """
     put = monkeypatch.setattr
     callbacks, interpreter = map(
@@ -241,25 +264,29 @@ def install(monkeypatch, *, races: bool = False) -> None:
     parameters = _jax("interpret.params").InterpretGPUParams(
         inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=races
     )
-    put(device, "capability", lambda: 90)
+    put(device, "capability", lambda: capability)
+    put(device, "is_here", lambda: True)
     put(device, "multiprocessors", lambda: PROGRAMS)
-    put(device, "shared_memory_limit", lambda: 227 << 10)
-    put(support, "numbers_along", lambda axis, size: jnp.arange(size, dtype=jnp.int32))
+    put(support, "numbers_along", _numbers_along)
     put(support, "opaque", lambda number: number)
-    put(support, "warpgroup_any", lambda me, flags: jnp.sum(flags))
+    put(support, "warpgroup_any", lambda me, flags, *_: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
-    put(support, "finish_loads", lambda: None)
+    put(support, "finish_loads", plgpu.commit_smem)
     put(DynamicTiles, "take", _take)
     put(support, "warp_uniform", lambda number: number)
     one_form = support.tile  # the interpreter's tiles have no parts
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms
-    put(backend, "_ARITHMETIC", support.ARITHMETIC)
+    put(hopper, "_ARITHMETIC", support.ARITHMETIC)
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)
     put(pairwise, "fetch", functools.partial(_load, transposed=True))
     put(pairwise, "turned", lambda words, dtype: words)
     put(pairwise, "store", _store)
+    put(products, "multiply", _multiply)
+    put(products, "as_left", lambda x: x)
+    put(plgpu, "copy_gmem_to_smem", _copy_at_once(plgpu.copy_gmem_to_smem))
+    put(plgpu, "wait_gmem_to_smem", lambda n: None)
     put(pl, "get_global", lambda kind: _Semaphores())
     put(plgpu, "semaphore_wait", lambda *_, **__: None)
     put(plgpu, "semaphore_signal", lambda *_, **__: None)
@@ -283,9 +310,15 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
 
     These are out, lse, max_logit and, where its backward kernel serves the call, the
     gradients of query, key, value and sinks.
+
+    Args:
+      arguments: of `attention`. If they name no backend, it is that for Hopper.
     """
+    arguments = dict(arguments)
+    name = arguments.pop("implementation", "mosaic_gpu")
+    backend = _backends.module(name)
     call = _api.given(*arrays, **arguments).checked()
-    problem = Problem.of(call, "mosaic_gpu", is_named=True)
+    problem = Problem.of(call, name, is_named=True)
     names = ("forward", "backward", "operand_gradients")[
         : 2 + bool(call.spec.score.operands)
     ]

@@ -1,7 +1,8 @@
 """What the compiler makes of the Mosaic GPU kernels, on a machine without a GPU.
 
-    python -m tests.ptxas                  every variant
+    python -m tests.ptxas                  every variant for Hopper
     python -m tests.ptxas backward causal  those whose name has all of these words
+    python -m tests.ptxas ampere 12.0      those of kernels that run only by name
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
 ptxas says of products: C7510, C7512, C7513, C7514 and C7520 that it put them in
@@ -28,10 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash2 import Context, attention
-from tests.lowering import lower_for_gpu, string_attributes
+from pallas_kernels.mosaic_gpu import ampere, blackwell
+from tests.lowering import described_as_here, lower_for_gpu, string_attributes
 
-# Of an H200. Attributes 75, 76, 16 and 97: capability, multiprocessors, shared memory.
+# Attributes 75 and 76, capability: as the environment says. 16 and 97, multiprocessors
+# and shared memory: of an H200.
+_CAPABILITY = "DESCRIBED_CAPABILITY"
 _DRIVER = """
+#include <stdlib.h>
 #define ANSWER(name, arguments, body) int name arguments { body; return 0; }
 ANSWER(cuInit, (unsigned f), )
 ANSWER(cuDriverGetVersion, (int *v), *v = 13000)
@@ -39,7 +44,8 @@ ANSWER(cuDeviceGet, (int *d, int i), *d = 0)
 ANSWER(cuDeviceGetCount, (int *n), *n = 1)
 ANSWER(cuCtxGetDevice, (int *d), *d = 0)
 ANSWER(cuDeviceGetAttribute, (int *x, int a, int d),
-       *x = a == 75 ? 9 : a == 16 ? 132 : a == 97 ? 232448 : 0)
+       int c = atoi(getenv("DESCRIBED_CAPABILITY"));
+       *x = a == 75 ? c / 10 : a == 76 ? c % 10 : a == 16 ? 132 : a == 97 ? 232448 : 0)
 ANSWER(cuModuleLoadData, (void **m, const void *x), *m = (void *)1)
 ANSWER(cuModuleGetFunction, (void **f, void *m, const char *n), *f = (void *)1)
 ANSWER(cuFuncSetAttribute, (void *f, int a, int v), )
@@ -150,6 +156,61 @@ def kernels(shape: tuple[int, ...], key_heads: int, arguments: dict) -> list[byt
     return modules[::2]  # of the first round
 
 
+@dataclasses.dataclass(frozen=True)
+class ByName:
+    """A forward pass by a kernel that runs only by name.
+
+    Attributes:
+      implementation: the name.
+      capability: of the GPU, times ten.
+      shape: of the query.
+      key_heads: how many.
+      arguments: of `attention`.
+    """
+
+    implementation: str
+    capability: int
+    shape: tuple[int, ...]
+    key_heads: int
+    arguments: dict
+
+    @property
+    def modules(self) -> list[bytes]:
+        """The modules of its kernels: one."""
+        q = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
+        batch, rows, _, size = self.shape
+        k = jax.ShapeDtypeStruct((batch, rows, self.key_heads, size), q.dtype)
+        run = functools.partial(
+            attention, **self.arguments, implementation=self.implementation
+        )
+        with described_as_here(self.capability) as device:
+            text = lower_for_gpu(run, q, k, k, device=device)
+        return string_attributes(text, "module")
+
+
+def by_name() -> dict[str, ByName]:
+    """Forward passes by kernels that run only by name."""
+    lengths = jnp.int32([8192, 99])
+    causal, keys = {"is_causal": True}, {"key_value_seq_lengths": lengths}
+    features = {
+        "plain": (16, {}),
+        "causal, 4 key heads": (4, causal),
+        "window": (16, {**causal, "local_window_size": (1000, 0)}),
+        "two-sided window": (16, {"local_window_size": (300, 200)}),
+        "causal lengths": (16, {**causal, **keys}),
+        "lengths": (16, {**keys, "query_seq_lengths": lengths}),
+    }
+    return {
+        f"{architecture} {capability / 10}, head size {h}, {name}": ByName(
+            f"mosaic_gpu_{architecture}", capability, (2, 8192, 16, h), *feature
+        )
+        for architecture, backend in (("ampere", ampere), ("blackwell", blackwell))
+        for capability in backend.CAPABILITIES
+        for h in (64, 128)
+        for name, feature in features.items()
+    }
+
+
 def compiler(folder: str):
     """The function of JAX's plugin that compiles a module."""
     source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
@@ -193,14 +254,27 @@ def printed(function, *arguments) -> str:
 def main(words: list[str]) -> None:
     passes = {"forward", "backward"} & set(words)
     words = [word for word in words if word not in passes]
+    found = by_name() if {"ampere", "blackwell"} & set(words) else variants()
+    wanted = {name: x for name, x in found.items() if all(w in name for w in words)}
+    capabilities = {
+        x.capability if isinstance(x, ByName) else 90 for x in wanted.values()
+    }
+    if len(capabilities) > 1:  # the compiler asks a process once
+        for capability in sorted(capabilities):
+            again = [sys.executable, "-m", "tests.ptxas", *words, f"{capability / 10},"]
+            subprocess.run(again, check=True)
+        return
+    os.environ[_CAPABILITY] = str(*capabilities)
     with tempfile.TemporaryDirectory() as folder:
         compile_module = compiler(folder)
-        for name, variant in variants().items():
-            if not all(word in name for word in words):
-                continue
-            for module in kernels(*variant):
+        for name, variant in wanted.items():
+            is_named = isinstance(variant, ByName)
+            for module in variant.modules if is_named else kernels(*variant):
                 log = printed(compile_module, module, len(module))
-                for report in reports(log):
+                compiled = list(reports(log))
+                if not compiled:
+                    sys.exit(f"{name}: {log}")
+                for report in compiled:
                     if not passes or any(x in report.kernel for x in passes):
                         print(f"{name}: {report}", flush=True)
 

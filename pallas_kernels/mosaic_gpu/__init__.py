@@ -1,5 +1,7 @@
 """What kernels that lower to Mosaic GPU share, whatever the GPU's architecture.
 
-A folder has the kernels of an architecture: `hopper` those that multiply by wgmma. Its
-files import those of this folder, which import none of an architecture's.
+A folder has the kernels of an architecture: `hopper` those that multiply by wgmma,
+`ampere` by mma.sync, `blackwell` by tcgen05. Its files import those of this folder,
+which import none of an architecture's. Those of the last two have not run on a card and
+run only by name (`by_name`).
 """

@@ -234,8 +234,8 @@ def is_boolean(x: Named) -> bool:
     return x.dtype == jnp.bool_
 
 
-def _as_loaded(x: Named, block: Mapping[str, int]) -> Named:
-    """An operand as kernels take it."""
+def _as_loaded(x: Named, block: Mapping[str, int], whole_blocks: bool = False) -> Named:
+    """An operand as kernels take it: as `_as_copied`."""
     fill = x.fill if isinstance(x, Filled) else 0
     x = x.squeezed()
     # Beyond the array, too, queries have keys: none has to be computed again.
@@ -246,10 +246,12 @@ def _as_loaded(x: Named, block: Mapping[str, int]) -> Named:
         return _as_copied(Named(x.value.astype(jnp.int32), x.axes), block, fill=1)
     if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
         x = Named(x.value.astype(jnp.bfloat16), x.axes)
-    return _as_copied(x, block, fill)
+    return _as_copied(x, block, fill, whole_blocks)
 
 
-def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
+def _as_copied(
+    x: Named, block: Mapping[str, int], fill: Any = 0, whole_blocks: bool = False
+) -> Named:
     """An array or shape struct as kernels take it: a copy, if it is not so already.
 
     TMA wants head elements last, and axes in multiples of its tiles. Vectors are loaded
@@ -259,9 +261,11 @@ def _as_copied(x: Named, block: Mapping[str, int], fill: Any = 0) -> Named:
       x: the operand or the result.
       block: sizes of the blocks of `t` and `s`, and of tiles of heads.
       fill: what lies beyond the array.
+      whole_blocks: whether head elements, too, are copied or stored in whole blocks.
     """
     heads = tuple(name for name in x.axes if name in _HEADS)
-    multiple = _multiples(x, heads[0], block) if heads else block
+    by_tma = heads and not whole_blocks
+    multiple = _multiples(x, heads[0], block) if by_tma else block
     last = heads or (("t", "s") if {"t", "s"} <= set(x.axes) else ())
     axes = (*(name for name in x.axes if name not in last), *last)
     sizes = dict(zip(x.axes, x.shape, strict=True))
@@ -354,6 +358,7 @@ def call(
     name: str,
     tiles: Mapping[str, int],
     programs: int | None = None,
+    whole_blocks: bool = False,
 ) -> tuple[Named, ...]:
     """Runs `kernel(inputs, outputs, scratch)`, trees of `View` and Refs, over the grid.
 
@@ -367,12 +372,14 @@ def call(
       name: of the kernel in profiles.
       tiles: widths of those of heads.
       programs: how many; None for one for each tile of the grid.
+      whole_blocks: whether arrays with head elements must have whole blocks of rows,
+        as where threads copy or store these without TMA, which knows where arrays end.
     """
     leaves, tree = jax.tree.flatten(inputs)
     boolean = [is_boolean(x) for x in (*leaves, *outputs)]
     sizes = {**grid.rows, **tiles}
-    operands = [_as_loaded(x, sizes) for x in leaves]
-    results = [_as_copied(x, sizes) for x in outputs]
+    operands = [_as_loaded(x, sizes, whole_blocks) for x in leaves]
+    results = [_as_copied(x, sizes, whole_blocks=whole_blocks) for x in outputs]
     shared, shared_tree = jax.tree.flatten(
         scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier)
     )

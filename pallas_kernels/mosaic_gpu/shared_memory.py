@@ -66,5 +66,7 @@ def _bytes(x) -> int:
     if is_barrier(x):
         shape: Any = x.num_barriers  # JAX 0.10 has a number here
         return _BARRIER * (shape if isinstance(shape, int) else math.prod(shape))
+    if x.memory_space == plgpu.TMEM:
+        return 0
     size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -23,6 +23,8 @@ from pallas_kernels.core.arithmetic import Arithmetic
 
 WARPGROUP = 128  # threads
 COLUMNS = 8  # of results of products, of which a thread has two in each row
+# Of a block of 128 rows in tensor memory (not in JAX 0.10).
+ROW_OF_A_THREAD: Any = getattr(plgpu.Layout, "TCGEN05_TMEM_NATIVE", None)
 _GLOBAL, _SHARED = 1, 3  # address spaces
 _LOADS_BY_INDEX = jax.__version_info__ < (0, 11)
 # Whether tiles that are one swizzled part wide can be copied from arrays of any width.
@@ -154,14 +156,18 @@ def _along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (len(shape) + axis,))
 
 
-def _numbers(start, axis: int, shape: tuple[int, int]) -> jax.Array:
+def _numbers(start, axis: int, shape: tuple[int, int], *, layout) -> jax.Array:
     """Of one axis first: of both, the compiler keeps one for each pair in registers."""
-    return _along(start + numbers_along(axis, shape[axis]), axis - 2, shape)
+    return _along(start + numbers_along(axis, shape[axis], layout), axis - 2, shape)
 
 
-def numbers_along(axis: int, size: int) -> jax.Array:
-    """int32 from 0 on, dealt to threads as `load_vector` is."""
-    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+def numbers_along(axis: int, size: int, of_block=plgpu.Layout.WGMMA) -> jax.Array:
+    """int32 from 0 on, dealt to threads as the rows or columns of a block are.
+
+    Args:
+      of_block: the layout of the block.
+    """
+    layout = of_block.reduce(1 - axis)
     rows = (size,)
 
     # `lax.iota` says no layout, and the search for one may take a minute.
@@ -177,7 +183,12 @@ def numbers_along(axis: int, size: int) -> jax.Array:
     return iota()
 
 
-ARITHMETIC = Arithmetic(along=_along, numbers=_numbers)
+def arithmetic(layout) -> Arithmetic:
+    """That of blocks with this layout."""
+    return Arithmetic(along=_along, numbers=functools.partial(_numbers, layout=layout))
+
+
+ARITHMETIC = arithmetic(plgpu.Layout.WGMMA)
 
 
 def opaque(number: jax.Array) -> jax.Array:
@@ -295,7 +306,7 @@ def pointer(ref: ir.Value, space: int = _GLOBAL) -> ir.Value:
     return llvm.addrspacecast(kind, utils.memref_ptr(ref))
 
 
-def warpgroup_any(me, flags: jax.Array) -> jax.Array:
+def warpgroup_any(me, flags: jax.Array, of_block=plgpu.Layout.WGMMA) -> jax.Array:
     """In how many threads of this warpgroup a row's flag is set: 0 if in none.
 
     `jnp.max` would not do: it goes through shared memory that all warpgroups have in
@@ -305,11 +316,12 @@ def warpgroup_any(me, flags: jax.Array) -> jax.Array:
     Args:
       me: the number of this warpgroup.
       flags: int32 of its rows, 0 or 1.
+      of_block: the layout of a block of these rows.
     """
     splat = plgpu.Layout.WG_SPLAT
 
     @inline_mgpu(
-        arg_types=(splat, plgpu.Layout.WGMMA.reduce(1)),
+        arg_types=(splat, of_block.reduce(1)),
         return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat),
     )
     def count(_, barrier, flags):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.faults import (
+    by_name,
     context,
     flash2,
     gpus,
@@ -410,6 +411,7 @@ MUTANTS = [
     *mosaic_gpu.MUTANTS,
     *context.MUTANTS,
     *gpus.MUTANTS,
+    *by_name.MUTANTS,
     *lowering.MUTANTS,
     *mods.MUTANTS,
     *tuner.MUTANTS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from jax_flash2 import _api, _backends
 from pallas_kernels import device
 from pallas_kernels.backend import Declined
+from pallas_kernels.mosaic_gpu import ampere, blackwell
 from tests import mosaic_interpreter, tolerances
 from tests.cases import CASES, ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
 from tests.mosaic import EVERYTHING, MOSAIC, with_any_size, with_heads
@@ -52,6 +54,7 @@ class Runner:
       run: as `tolerances.evaluate`; what it lacks is not compared.
       one_of_each: kind of call must do in the first tier, where a call takes seconds.
       by_threads: seconds more, in JAX's interpreter of warpgroups.
+      forward_only: it makes no gradients here.
       declines: a regex of the reasons for which it may decline a case.
       skip: a reason for which it does not run here.
     """
@@ -67,6 +70,7 @@ class Runner:
     run: Callable = tolerances.evaluate
     one_of_each: bool = False
     by_threads: bool = False
+    forward_only: bool = False
     declines: str | None = None
     skip: str | None = None
 
@@ -141,6 +145,11 @@ def _of_two_blocks(case: Case) -> Case:
     return with_heads(dataclasses.replace(case, **rows), 64)
 
 
+def _of_two_tiles(case: Case) -> Case:
+    """The same of more queries: of 256, and others for one warpgroup alone."""
+    return with_heads(dataclasses.replace(_of_two_blocks(case), t=6 * case.t + 60), 128)
+
+
 def _full_with_heads(size: int) -> Callable[[Case], Case]:
     return lambda case: with_heads(case.full(), size)
 
@@ -157,6 +166,11 @@ _BY_THREADS_DEEP = (
     *(case.name for case in PAIRWISE[::2]),
     *[case.name for case in ALL if max(case.h, case.d) <= 256][::12],
     *("everything_served", "bias_half", "bias_half_heads"),  # these come by TMA
+)
+# Of kernels that run only by name: what they take (`mosaic_gpu.by_name`).
+_BY_NAME = (
+    *("causal", "window_empty_rows", "causal_offset_batch", "mqa", "lengths"),
+    *("alibi_batch", "sinks_empty_rows", "no_batch", "lengths_causal", "window_offset"),
 )
 RUNNERS = {name: Runner(options) for name, options in WITH_BLOCKS.items()}
 if not ON_GPU:
@@ -192,6 +206,29 @@ if not ON_GPU:
         by_threads=True,
         skip=None if mosaic_interpreter.IS_SUPPORTED else "JAX cannot interpret it",
     )
+
+    def _by_name(architecture: str, capability: int, **more) -> Runner:
+        """On a GPU that is said to be of this capability."""
+        install = functools.partial(mosaic_interpreter.install, capability=capability)
+        return dataclasses.replace(
+            RUNNERS["mosaic_gpu"],
+            options={"implementation": f"mosaic_gpu_{architecture}"},
+            dtypes=("bfloat16", "float16"),
+            rest=[case for case in ALL if case.name in _BY_NAME],
+            prepare=install,
+            forward_only=True,
+            **more,
+        )
+
+    _FIRST_BY_NAME = [by_name("lengths_causal")]
+    RUNNERS["mosaic_gpu_ampere"] = _by_name("ampere", 80, first=_FIRST_BY_NAME)
+    RUNNERS["mosaic_gpu_ampere_tma"] = dataclasses.replace(
+        _by_name("ampere", 120, first=(), shaped=_of_two_tiles),
+        rest=[by_name("window_offset")],
+    )
+    RUNNERS["mosaic_gpu_blackwell"] = _by_name(
+        "blackwell", 100, first=_FIRST_BY_NAME, shaped=_of_two_tiles
+    )
 elif device.capability() == 90:
     _HOPPER = Runner(
         MOSAIC,
@@ -223,3 +260,16 @@ elif device.capability() == 90:
         shaped=_full_with_heads(64),
         programs=3,
     )
+elif device.capability() in {*ampere.CAPABILITIES, *blackwell.CAPABILITIES}:
+    _is_ampere = device.capability() in ampere.CAPABILITIES
+    _ARCHITECTURE = "ampere" if _is_ampere else "blackwell"
+    RUNNERS[f"mosaic_gpu_{_ARCHITECTURE}"] = Runner(
+        {"implementation": f"mosaic_gpu_{_ARCHITECTURE}"},
+        dtypes=("bfloat16",),
+        other_dtypes=("float16",),
+        first=[case for case in ALL if case.name in _BY_NAME],
+        rest=(),
+        shaped=_full_with_heads(128),
+    )
+# Those that the tests of gradients hold.
+WITH_GRADIENTS = {name: x for name, x in RUNNERS.items() if not x.forward_only}

@@ -21,7 +21,7 @@ from tests.cases import (
     SMALL_BLOCKS,
     Case,
 )
-from tests.kernels.runners import RUNNERS, Runner
+from tests.kernels.runners import RUNNERS, WITH_GRADIENTS, Runner
 from tests.kernels.test_attention import check_same_bits
 from tests.lowering import lower_for_gpu
 from tests.tiers import deep, deeply
@@ -123,7 +123,7 @@ def check(way, runner: Runner, poison=np.nan):
 def _ways():
     """In the first tier each backend has some; on kernels, interpreted, one."""
     for way in WAYS:
-        for name, runner in RUNNERS.items():
+        for name, runner in WITH_GRADIENTS.items():
             if runner.by_threads and way not in BY_THREADS:
                 continue
             first = KERNELS_FIRST if runner.one_of_each else FIRST

@@ -26,7 +26,7 @@ from tests import tolerances
 from tests.cases import ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
 from tests.core import test_counts
 from tests.divided import Divided
-from tests.kernels.runners import RUNNERS, Runner
+from tests.kernels.runners import WITH_GRADIENTS, Runner
 from tests.kernels.test_attention import check_same_bits
 from tests.lowering import on_gpu
 from tests.mosaic_gpu import test_visits
@@ -90,7 +90,7 @@ TOYS = ("mask", "score")
 def _problems():
     """One in the first tier, but for kernels that are interpreted by threads."""
     for case in (by_name("causal_offset_batch"), *PAIRWISE[:: 1 if ON_GPU else 3]):
-        for name, runner in RUNNERS.items():
+        for name, runner in WITH_GRADIENTS.items():
             deep_too = case in PAIRWISE
             if deep_too or not runner.by_threads:
                 label = f"{case.name}-{name}"
@@ -116,7 +116,7 @@ def test_error_rule(case, runner, toy):
 
 @pytest.mark.parametrize(
     "runner",
-    [x.param(id=name, deep_too=x.by_threads) for name, x in RUNNERS.items()],
+    [x.param(id=name, deep_too=x.by_threads) for name, x in WITH_GRADIENTS.items()],
     indirect=True,
 )
 def test_keys_in_holes_may_hold_nan(runner):

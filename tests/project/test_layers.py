@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 from pallas_kernels.core import masks, scores
 
@@ -32,6 +33,8 @@ LAYERS = (
     ("pallas_kernels/passes.py",),
     ("pallas_kernels/triton",),
     ("pallas_kernels/mosaic_gpu/*.py",),
+    ("pallas_kernels/mosaic_gpu/ampere",),
+    ("pallas_kernels/mosaic_gpu/blackwell",),
     ("pallas_kernels/mosaic_gpu/hopper",),
     ("jax_flash2/_version.py",),
     ("jax_flash2/_backends.py",),
@@ -288,7 +291,9 @@ def test_import_is_light():
 
 def test_wheels_hold_every_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = project["tool"]["setuptools"]["packages"]
+    listed = find_namespace_packages(
+        str(ROOT), **project["tool"]["setuptools"]["packages"]["find"]
+    )
     folders = {path.parent for path in packages()} | {
         ROOT / "pallas_kernels" / "tuning"
     }

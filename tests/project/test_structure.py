@@ -28,10 +28,19 @@ DEEP_FUNCTIONS = 0
 # Where features are named outside of `pallas_kernels/core` and of what reads arguments:
 # identifiers of the code, in how many files and how often (lab note 093).
 TUNER = "jax_flash2/tune"  # its calls have features, as those of the tests
-ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn", "_plot")
+ARGUMENTS = (
+    "_api",
+    "_arguments",
+    "_shape",
+    "_options",
+    "_mods",
+    "_flax",
+    "nn",
+    "_plot",
+)
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
-    "dropout": (r"dropout|drops_by_sign", 17, 35),
+    "dropout": (r"dropout|drops_by_sign", 18, 36),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
@@ -39,7 +48,7 @@ FEATURES = {
     "lengths": (r"length|(kv|q)_limit", 10, 21),
     "ALiBi": (r"slopes|alibi", 0, 0),
     "soft cap": (r"soft_?cap", 0, 0),
-    "sinks": (r"sink", 10, 76),
+    "sinks": (r"sink", 11, 77),
 }
 
 

@@ -1,0 +1,129 @@
+"""Kernels that run only if a caller names their backend: which calls they take.
+
+They have been compiled, and interpreted on a CPU, and have not run on a card. So
+`implementation=None` never chooses them. They make the forward pass; the next backend
+in line makes the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.backend import Call, Pass, Plan
+from pallas_kernels.configs import Blocks
+from pallas_kernels.core import clear, flash2
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.flash2 import Scores, State
+from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.positions import ALL_ROWS
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import shared_memory, support
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+HEAD_SIZES = (64, 128)
+FIRST_JAX = (0, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan(Plan):
+    """Of the forward pass: `launch` has the blocks of its kernel."""
+
+    launch: Launch
+
+
+def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | None:
+    """Why such a backend has no kernel for a pass of a call here and now, or None.
+
+    Args:
+      call: of shape structs.
+      pass_: of the call.
+      capabilities: compute capabilities, times ten, of the GPUs that its kernels are
+        for.
+    """
+    if pass_ != "forward":
+        return "it has a kernel for the forward pass alone"
+    if call.interpret:
+        return "its kernels are not interpreted"
+    if jax.__version_info__ < FIRST_JAX:
+        first = ".".join(map(str, FIRST_JAX))
+        return f"its kernels need JAX {first}, and this is {jax.__version__}"
+    if device.capability() not in capabilities:
+        known = ", ".join(str(x / 10) for x in capabilities)
+        return f"compute capability {device.capability() / 10} is not one of {known}"
+    if not device.is_here():
+        return "JAX lowers Mosaic GPU for this GPU only on a machine that has one"
+    if call.dtype not in DTYPES:
+        return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if call.is_symbolic:
+        return "the kernels need static sizes, and this call has a symbolic one"
+    wrong = [n for n in call.head_sizes if n not in HEAD_SIZES]
+    if wrong:
+        return f"head size {wrong[0]} is not 64 or 128"
+    if call.config is not None and call.config.splits not in (None, 1):
+        return f"Config(splits={call.config.splits}): its programs are not divided"
+    return _unknown_feature(call.spec) or call.lacking(support.OPERATIONS)
+
+
+def _unknown_feature(spec: AttentionSpec) -> str | None:
+    """What of a call such kernels do not have: they load scalars, and no vectors."""
+    if spec.dropout is not None:
+        return "its kernels have no dropout"
+    if spec.gives_largest:
+        return "its kernels do not give the largest scores"
+    if any({"t", "s"} & set(x.axes) for x in jax.tree.leaves(spec)):
+        return "an operand has an element for each query or key"
+    if spec.is_part or (spec.query_rows, spec.key_rows) != (ALL_ROWS, ALL_ROWS):
+        return "its kernels know no sequence that several devices have"
+    return None
+
+
+def unfit(blocks: Blocks, declared) -> str | None:
+    """Why the GPU cannot have these blocks, or None.
+
+    Args:
+      blocks: of a caller's `Config`, or chosen.
+      declared: the shared memory of such a kernel (`shared_memory`).
+    """
+    if blocks.num_stages < 2:
+        return f"num_stages={blocks.num_stages} is not 2 or more"
+    for name in ("max_registers", "left_in_registers"):
+        if getattr(blocks, name):
+            return f"{name} is for the Triton kernels"
+    need, limit = shared_memory.num_bytes(declared), device.shared_memory_limit()
+    if need <= limit:
+        return None
+    kib = -(-need >> 10)
+    return f"{blocks} needs {kib} KiB of shared memory and this GPU has {limit >> 10}"
+
+
+def operands(call: Call, blocks: Blocks) -> tuple[Named, Named, Named, AttentionSpec]:
+    """What such a kernel gets: queries, keys, values and the spec.
+
+    Values of keys that no query attends are 0 (`core.clear`): it makes no retry.
+    """
+    rows = blocks.block_q, blocks.block_kv, call.size["t"], call.size["s"]
+    value = clear.unread(call.spec, call.value)
+    return call.query, call.key, value, call.spec.with_table("s", *rows)
+
+
+def scores_of(found: Pairs, products: jax.Array, dtype) -> Scores:
+    """Scores of a block of products, whose maximum runs (`flash2.update`).
+
+    Without a part for whole rows (`Scores.row`), which `update` reads from one column:
+    JAX finds no layout for that.
+    """
+    scores = found.scores_of(products, dtype)
+    return scores if scores.row is None else scores.settled
+
+
+def finish(state: State, spec: AttentionSpec, launch: Launch, dtype):
+    """Output, in `dtype`, and log-sum-exp of rows that have met all their keys."""
+    output, log = flash2.finish(state, spec.sink, launch.arithmetic)
+    assert not isinstance(output, tuple), "heads are not in pieces here"
+    return output.astype(dtype), log
