@@ -35,7 +35,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     (made / "masks.md").write_text(pictures.write_masks(made / "pictures"))
     pictures.write_pipeline(made / "pictures")
     (made / "hopper.md").write_text(_hopper())
-    (made / "lab.md").write_text("# Lab notes\n\n" + _section("Index of verdicts"))
     for path in sorted(x for x in made.rglob("*") if x.is_file()):
         files.append(_file(path.relative_to(made), made, config))
     return files

@@ -353,9 +353,9 @@ def attention(
         config=config,
         context=context,
         return_residual=return_residual,
-        return_max_logit=return_max_logit,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        return_max_logit=return_max_logit,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)

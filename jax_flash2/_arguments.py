@@ -70,9 +70,9 @@ class Arguments:
     config: Config | None
     context: Context | None
     return_residual: bool
-    return_max_logit: bool
     score_mod: Callable | None
     mask_mod: Callable | None
+    return_max_logit: bool
 
     def checked(self) -> Call:
         """The call that they describe, with named axes.

@@ -115,7 +115,8 @@ def test_types_name_every_keyword():
     del types["return"]
     fields = dataclasses.fields(_api.Arguments)
     assert [(x.name, x.type) for x in fields] == list(types.items())
-    for name in ("query", "key", "value", "bias", "mask", "return_residual"):
+    arrays = ("query", "key", "value", "bias", "mask")
+    for name in (*arrays, "return_residual", "return_max_logit"):
         del types[name]
     options = inspect.get_annotations(_api._Options)
     assert {k: x.__forward_arg__ for k, x in options.items()} == types
