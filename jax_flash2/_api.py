@@ -14,6 +14,8 @@ import numpy as np
 from jax_flash2 import _backends, _context, _options, _sharding, _vjp
 from jax_flash2._arguments import Arguments, Array, Precision, Window
 from jax_flash2._arrays import unwrapped
+from jax_flash2._block_mask import BlockMask
+from jax_flash2._make_block_mask import counts
 from jax_flash2._rows import Context
 from pallas_kernels.configs import Config
 
@@ -44,6 +46,7 @@ class _Options(TypedDict, total=False):
     context: Context | None
     score_mod: Callable | None
     mask_mod: Callable | None
+    block_mask: BlockMask | None
 
 
 @overload
@@ -110,6 +113,7 @@ def attention(
     return_residual: bool = False,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact attention in memory linear in the sequence lengths.
 
@@ -235,6 +239,10 @@ def attention(
         key, if all other masks agree. Traced as score_mod is; it has no gradient.
         Blocks are skipped as far as intervals of positions and of captured arrays tell
         that it keeps none of their pairs. Keys that it drops must be finite.
+      block_mask: what `make_block_mask` returned for calls of these sizes: a mask that
+        must agree, too, with lists of the blocks that it keeps, made once for many
+        calls. It brings its `query_offset`. Beside other masks the call makes lists of
+        what all of them keep.
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
@@ -340,6 +348,7 @@ def attention(
         return_residual=return_residual,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        block_mask=block_mask,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
@@ -396,7 +405,7 @@ def explain(*arguments: Any, **keywords: Any) -> str:
     structs = {
         name: x
         for name, x in vars(found).items()
-        if isinstance(x, jax.ShapeDtypeStruct)
+        if isinstance(x, jax.ShapeDtypeStruct | BlockMask)
     }
     texts, notes = [], []
 
@@ -415,5 +424,5 @@ def explain(*arguments: Any, **keywords: Any) -> str:
 
     jax.eval_shape(check, structs)
     return "\n".join(
-        [*texts[:1], *(f"  {line}" for line in (*found.reading(), *notes))]
+        [*texts[:1], *(f"  {x}" for x in (*found.reading(), *notes, *counts(found)))]
     )

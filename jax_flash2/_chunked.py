@@ -33,6 +33,8 @@ from pallas_kernels.core.axes import (
     summed_to,
 )
 from pallas_kernels.core.dropout import BLOCK
+from pallas_kernels.core.masks import Tiling
+from pallas_kernels.core.masks.relation import reduced
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.scores.score import Pulled
@@ -181,6 +183,7 @@ class _Cut:
 
     def fields(self, spec: AttentionSpec) -> AttentionSpec:
         """The spec with heads split, and with rows in whole blocks."""
+        spec = spec.without_lists()
         return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
     def at(self, x: Named, starts: Starts) -> Named:
@@ -254,6 +257,8 @@ class _Cut:
             return visit({"t": i * self.block["t"], "s": j * self.block["s"]}, state)
 
         t, s = self.size["t"], self.size["s"]
+        if spec.lists_blocks:
+            return self._visit_listed(spec, visit_at, state)
         spec = spec.with_table("s", self.block["t"], self.block["s"], t, s)
         axes = (*self.batch, "n", "i")
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
@@ -297,6 +302,24 @@ class _Cut:
 
         carry = np.int32(0), of(first, of(order, 0)), state
         return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]
+
+    def _visit_listed(self, spec: AttentionSpec, visit_at: Callable, state) -> Any:
+        """`visit_pairs` where blocks to skip lie between those that are needed."""
+        t, s = self.block["t"], self.block["s"]
+        sizes = self.size["t"], self.size["s"]
+        relation = spec.relation(Tiling(t, s, *sizes, spec.positions))
+        some = relation.some
+        some = reduced(some, jnp.any, (*self.batch, "n"))
+        needed = jnp.broadcast_to(some.to(("i", "j")), (self.count("t"), self.count("s")))
+        order = jnp.argsort(~needed.reshape(-1), stable=True).astype(jnp.int32)
+
+        def at(number, state):
+            pair = lax.dynamic_index_in_dim(order, number, keepdims=False, **_COUNTED)
+            i = lax.div(pair, jnp.int32(self.count("s")))
+            return visit_at(i, pair - i * self.count("s"), state)
+
+        count = jnp.sum(needed, dtype=jnp.int32)
+        return lax.fori_loop(np.int32(0), count, at, state)
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
         """`x` without padding, with the axes and dtype of `out`, summed over others."""

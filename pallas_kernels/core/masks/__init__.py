@@ -7,6 +7,7 @@ The mask of a call is the AND of its atoms (`core.spec`). Two atoms combine to o
 from pallas_kernels.core.masks.base import Atom, Limits, Relation, Tiling, Traits
 from pallas_kernels.core.masks.dense import DenseMask
 from pallas_kernels.core.masks.lengths import Lengths
+from pallas_kernels.core.masks.listed import Listed
 from pallas_kernels.core.masks.mod import MaskMod
 from pallas_kernels.core.masks.segments import SegmentIds
 from pallas_kernels.core.masks.window import Window
@@ -16,6 +17,7 @@ __all__ = [
     "DenseMask",
     "Lengths",
     "Limits",
+    "Listed",
     "MaskMod",
     "Relation",
     "SegmentIds",

@@ -83,7 +83,8 @@ class Inputs(NamedTuple):
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
 
     def with_visits(self, layout: memory.TileGrid) -> Inputs:
-        return self._replace(visits=visits_of(self.spec, layout))
+        visits = visits_of(self.spec, layout)
+        return self._replace(spec=self.spec.without_lists(), visits=visits)
 
 
 @dataclasses.dataclass(frozen=True)
