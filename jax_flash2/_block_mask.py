@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_flash2._rows import RowSharding
 from jax_flash2._shape import Shape
@@ -105,7 +106,8 @@ def words_of(mask: Listed) -> str:
     code = mask.keys.code.value
     if isinstance(code, jax.core.Tracer) or not hasattr(code, "__array__"):
         return f"how many {blocks} are visited depends on data"
-    edges, visited = int((code == 1).sum()), int((code > 0).sum())
+    code = np.asarray(code)
+    edges, visited = (code == 1).sum(), (code > 0).sum()
     return (
         f"{visited} of {code.size} {blocks} are visited, {edges} of them with the mask"
     )

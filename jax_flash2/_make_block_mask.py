@@ -132,13 +132,16 @@ def counts(arguments: Arguments) -> list[str]:
         return [f"block_mask: {found.block_mask.words}"]
     if found.mask_mod is None or found.context is not None:
         return []
+    nowhere = jax.sharding.AbstractMesh((), ())  # not on a GPU that is described
     shape = Shape(found.query, found.key)
     try:
-        offset = shape.offset(found.query_offset)
-        masks = (*found.masks(shape), Mods(shape, offset, None).mask(found.mask_mod))
-        mask = functools.reduce(operator.and_, masks)
-        tiling = Tiling(BLOCK, BLOCK, shape.t, shape.s)
-        made = _made(mask, offset, tiling, refines=False)
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
+            offset = shape.offset(found.query_offset)
+            mods = Mods(shape, offset, None)
+            masks = (*found.masks(shape), mods.mask(found.mask_mod))
+            mask = functools.reduce(operator.and_, masks)
+            tiling = Tiling(BLOCK, BLOCK, shape.t, shape.s)
+            made = _made(mask, offset, tiling, refines=False)
     except (TypeError, jax.errors.JAXTypeError):  # an array without numbers
         return ["mask_mod: how many blocks are visited depends on data"]
     return [f"mask_mod, by intervals: {words_of(made.named()[0])}"]

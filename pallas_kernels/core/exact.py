@@ -68,11 +68,18 @@ def _codes(spec, fields, tiling: Tiling, place: Mapping[str, jax.Array]) -> jax.
     rows = _rows(place["i"], tiling.block_q)[:, :, None]
     keys = _rows(place["j"], tiling.block_kv)[:, None, :]
     loaded = jax.tree.map(lambda x: _block(x, place), fields)
-    kept, *_ = [*loaded.keep(rows, keys), jnp.ones((1, 1, 1), bool)]
-    exists = (rows < tiling.q_size) & (keys < tiling.kv_size)
-    there = jnp.sum(exists, axis=(1, 2), dtype=jnp.int32)
-    kept = jnp.sum(exists & kept, axis=(1, 2), dtype=jnp.int32)
-    return (kept > 0).astype(jnp.int32) + (kept == there)
+    (kept,) = loaded.keep(rows, keys)
+    kept &= (rows < tiling.q_size) & (keys < tiling.kv_size)
+    count = jnp.sum(kept, axis=(1, 2), dtype=jnp.int32)
+    # Of the last blocks, as many as there are.
+    of_q, of_kv = (
+        jnp.minimum(block, size - place[name] * block)
+        for name, block, size in (
+            ("i", tiling.block_q, tiling.q_size),
+            ("j", tiling.block_kv, tiling.kv_size),
+        )
+    )
+    return (count > 0).astype(jnp.int32) + (count == of_q * of_kv)
 
 
 def _rows(block: jax.Array, rows: int) -> jax.Array:

@@ -22,7 +22,14 @@ from pallas_kernels import program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
+from pallas_kernels.core.masks import (
+    DenseMask,
+    Lengths,
+    Listed,
+    SegmentIds,
+    Tiling,
+    Window,
+)
 from pallas_kernels.core.positions import ALL_ROWS, Numbering
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
@@ -79,7 +86,9 @@ def calls(draw):
     size |= dict(zip("nk", heads, strict=True))
     if not draw(st.integers(0, 2)):
         axes = tuple(a for a in (*BATCH, "n", "t", "s") if draw(st.booleans()))
-        masks.append(DenseMask(Named(_dense(rng, size, axes), axes)))
+        mask = DenseMask(Named(_dense(rng, size, axes), axes))
+        is_listed = numbers == (ALL_ROWS, ALL_ROWS) and draw(st.booleans())
+        masks = [_listed(mask, size, draw)] if is_listed else [*masks, mask]
     offset = integers(-120, 120) if draw(st.booleans()) else None
     block = st.sampled_from([16, 32])
     blocks = Blocks(draw(block), draw(block), 8, 2)
@@ -99,6 +108,13 @@ def _dense(rng, size, axes) -> np.ndarray:
         mask = np.repeat(mask, by, axis)
     mask = mask[tuple(map(slice, shape))]
     return mask ^ (rng.random(shape) < rng.choice([0.0, 0.001]))
+
+
+def _listed(mask: DenseMask, size, draw) -> Listed:
+    """With lists of blocks that may be larger than a kernel's, or of other rows."""
+    block = st.sampled_from([16, 32, 48, 64])
+    tiling = Tiling(draw(block), draw(block), size["t"], size["s"])
+    return Listed.of(mask, mask.block_relation(tiling), tiling)
 
 
 def operands(size, spec: AttentionSpec) -> list[Named]:
@@ -124,7 +140,7 @@ def programs(spec: AttentionSpec, layout: memory.TileGrid, array=np.asarray):
       array: makes arrays of NumPy's; for a traced number, JAX's.
     """
     visits = views(visits_of(spec, layout), layout, array)
-    spec = program.with_end(views(spec, layout, array), layout)
+    spec = program.with_end(views(spec.without_lists(), layout, array), layout)
 
     def tiles_of(number) -> Tiles:
         there = layout.at_tile(number)
@@ -269,6 +285,18 @@ def test_axes_that_ranges_do_not_depend_on():
     spec = AttentionSpec(Score(1.0), (DenseMask(mask),), offset)
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
     _check_order(({"t": 48, "s": 48, "n": 1, "k": 1}, spec, launch))
+
+
+@pytest.mark.parametrize("block", [(32, 64), (16, 32), (48, 32)])
+def test_blocks_of_lists(block):
+    """Larger ones than the kernel's, as large, and of rows that it does not divide."""
+    size = {"t": 104, "s": 136, "n": 2, "k": 1}
+    rng = np.random.default_rng(0)
+    mask = DenseMask(Named(_dense(rng, size, ("b0", "t", "s")), ("b0", "t", "s")))
+    tiling = Tiling(*block, size["t"], size["s"])
+    listed = Listed.of(mask, mask.block_relation(tiling), tiling)
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=2)
+    _check_order((size, AttentionSpec(Score(1.0), (listed,)), launch))
 
 
 def _documents(*lengths: int) -> np.ndarray:
