@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from jax_flash2._rows import RowSharding
@@ -34,6 +35,12 @@ class BlockMask:
     Attributes:
       arrays: of the mask and its lists.
       form: what they are (static).
+
+    Example:
+      >>> from jax_flash2 import BlockMask, make_block_mask
+      >>> causal = make_block_mask(None, None, None, 256, 256, is_causal=True)
+      >>> isinstance(causal, BlockMask), causal
+      (True, BlockMask(3 of 4 blocks of 128 x 128 are visited, 2 of them with the mask))
     """
 
     arrays: tuple[jax.Array, ...]

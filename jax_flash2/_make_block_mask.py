@@ -90,7 +90,7 @@ def make_block_mask(
       ...     return (kv <= q) & ((q - kv < 64) | (kv < 4))
       >>> block_mask = make_block_mask(mask_mod, None, None, 1024, 1024)
       >>> block_mask
-      BlockMask(22 of 64 blocks of 128 x 128 are visited, 22 of them with the mask)
+      BlockMask(21 of 64 blocks of 128 x 128 are visited, 21 of them with the mask)
       >>> q = k = v = jnp.ones((1, 1024, 2, 16))
       >>> attention(q, k, v, block_mask=block_mask).shape
       (1, 1024, 2, 16)
@@ -110,7 +110,7 @@ def make_block_mask(
     options = {"is_causal": is_causal, "local_window_size": local_window_size}
     arguments = _arguments(mask_mod=mask_mod, **options, **given)
     _options.check_bool("is_causal", is_causal)
-    shape = Shape(*(_struct(sizes, n) for n in (queries, keys)))
+    shape = Shape(_struct(sizes, queries), _struct(sizes, keys))
     offset = shape.offset(query_offset)
     masks = arguments.masks(shape)
     if mask_mod is not None:

@@ -215,7 +215,8 @@ class RowSharding:
         """The rows of this device, of an array of all."""
         rows = x.shape[axis] // self.parts
         if self.stripe is None:
-            return lax.dynamic_slice_in_dim(x, self.rank() * jnp.int32(rows), rows, axis)
+            first = self.rank() * jnp.int32(rows)
+            return lax.dynamic_slice_in_dim(x, first, rows, axis)
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         x = x.reshape(*before, -1, self.parts, self.stripe, *after)
         x = lax.dynamic_index_in_dim(x, self.rank(), axis + 1, keepdims=False)

@@ -23,8 +23,8 @@ from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, is_whole, sizes
-from pallas_kernels.core.lists import Walk
-from pallas_kernels.core.ranges import Range, divide
+from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.ranges import divide
 from pallas_kernels.tables import FEW_ROWS, pieces
 
 
@@ -317,9 +317,7 @@ class Layout(abc.ABC):
         first, end = (divide(self.elements * i, count) for i in (index, index + 1))
         return first, end
 
-    def own_blocks(
-        self, where: Mapping[str, Any], blocks: Range | Walk
-    ) -> Range | Walk:
+    def own_blocks(self, where: Mapping[str, Any], blocks: Visited) -> Visited:
         """Those of a range that the program at `where` visits."""
         return blocks.part(where["z"], self.parts["z"]) if "z" in self.parts else blocks
 

@@ -79,7 +79,8 @@ class BlockList:
         edges, count = (
             jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (value == 1, value > 0)
         )
-        return cls(*map(flat, (order, edges, count, value)), own, visited, size)
+        order, edges, count, value = map(flat, (order, edges, count, value))
+        return cls(order, edges, count, value, own, visited, size)
 
     @property
     def others(self) -> int:
@@ -204,3 +205,7 @@ class Walk(NamedTuple):
         # Of none the position that is added is an edge.
         was_none = 1 - minimum(self.hi - self.lo, 1)
         return self._replace(lo=lo, mid=self.mid + was_none * (hi - self.mid), hi=hi)
+
+
+# What a program visits, in either form.
+Visited = Range | Walk

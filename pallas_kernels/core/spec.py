@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.lists import MOST_BYTES, BlockList, Walk
+from pallas_kernels.core.lists import MOST_BYTES, BlockList, Visited
 from pallas_kernels.core.masks import Atom, Lengths, Relation, Tiling, Traits
-from pallas_kernels.core.masks.base import ALL, joined, without_rows
+from pallas_kernels.core.masks.base import joined, without_rows
 from pallas_kernels.core.masks.relation import block_table
+from pallas_kernels.core.masks.traits import ALL
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
 from pallas_kernels.core.ranges import (
     Range,
@@ -253,17 +254,17 @@ class AttentionSpec:
             key_rows=self.key_rows,
         )
 
-    def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range | Walk:
+    def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Visited:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
         if self.repeat > 1:
             q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
 
-    def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Range | Walk:
+    def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Visited:
         """The range of query blocks that look at the key rows [kv_lo, kv_hi)."""
         return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q)
 
-    def _blocks(self, method, lo, hi, size: int, block: int) -> Range | Walk:
+    def _blocks(self, method, lo, hi, size: int, block: int) -> Visited:
         if isinstance(self.table, BlockList):
             return self.table.walk(lo, block)
         rows = everything(0, size)
@@ -338,9 +339,7 @@ class AttentionSpec:
         """
         if all(atom.has_ranges for atom in self.masks):
             return self
-        tiling = Tiling(
-            block_q, block_kv, q_size, kv_size, self.positions, self.repeat
-        )
+        tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
         found = self._block_list(looped, tiling, over)
         if found is None:
             relations = [

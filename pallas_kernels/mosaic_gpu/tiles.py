@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import program
-from pallas_kernels.core.lists import BlockList, Walk
+from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
@@ -43,7 +43,7 @@ class Tiles:
     spec: AttentionSpec
     where: program.Where
     layout: memory.TileGrid
-    needed: Range | Walk
+    needed: Visited
     visits: Visits | None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Lists of blocks: what they number, how programs walk them, what masks they come of."""
+"""Lists of blocks: what they number, and how programs walk them."""
 
 import dataclasses
 
@@ -41,8 +41,11 @@ def random_mask(rng, t: int, s: int) -> np.ndarray:
 
 def codes_of(kept: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
     """0, 1 or 2 of each block of [t, s]: none of its pairs is kept, some are, all."""
-    cuts = [range(0, n, b) for n, b in zip(kept.shape, (block_q, block_kv))]
-    blocks = [[kept[i : i + block_q, j : j + block_kv] for j in cuts[1]] for i in cuts[0]]
+    rows, keys = kept.shape
+    blocks = [
+        [kept[i : i + block_q, j : j + block_kv] for j in range(0, keys, block_kv)]
+        for i in range(0, rows, block_q)
+    ]
     return np.array([[int(x.any()) + int(x.all()) for x in row] for row in blocks])
 
 
@@ -138,12 +141,13 @@ def _check_walk(rng, walk, fine: np.ndarray) -> None:
         assert (int(one.count), int(one.edges)) == (value > 0, value == 1)
     count = int(rng.integers(2, 5))
     pieces = [walk.part(np.int32(i), count) for i in range(count)]
-    assert sum((visits(x, x.at) for x in pieces), []) == expected
+    assert [y for x in pieces for y in visits(x, x.at)] == expected
     all_edges = [(1, x) for _, x in expected]
     assert visits(walk, walk.all_edges().at) == all_edges
     assert visits(walk, walk.all_edges(jnp.int32(0)).at) == expected
     first = walk.with_an_edge(1)
-    assert visits(walk, first.at) == (expected if edges else all_edges[:1] + expected[1:])
+    with_edge = expected if edges else all_edges[:1] + expected[1:]
+    assert visits(walk, first.at) == with_edge
     more = walk.with_a_block()
     found = visits(more, more.at)
     assert found == expected or (not expected and len(found) == 1 and found[0][0])

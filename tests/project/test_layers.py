@@ -32,6 +32,7 @@ LAYERS = (
     ("pallas_kernels/mosaic_gpu/hopper",),
     ("jax_flash2/_version.py",),
     ("jax_flash2/_backends.py",),
+    ("jax_flash2/_loops.py",),
     ("jax_flash2/_chunked.py",),
     ("jax_flash2/_partitioner.py",),
     ("jax_flash2/_sharding.py",),

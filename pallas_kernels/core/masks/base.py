@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.masks.relation import Relation, Tiling
-from pallas_kernels.core.masks.traits import ALL, Traits
+from pallas_kernels.core.masks.traits import Traits
 from pallas_kernels.core.positions import Positions
 from pallas_kernels.core.ranges import (
     Range,

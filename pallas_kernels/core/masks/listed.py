@@ -106,7 +106,7 @@ class Listed(ArrayMask):
         return found if has_all and fits and tiling.repeat == 1 else None
 
     def block_relation(self, tiling: Tiling) -> Relation:
-        """For blocks of any rows: of all blocks of the lists that each of them meets."""
+        """Of blocks of any rows, from those of the lists that each of them meets."""
         code = self.keys.codes().squeezed()
         count = code.shape[-2:]
         _, query, key = tiling.positions
@@ -164,4 +164,3 @@ def _met(
     numbers = loaded.at(jnp.asarray(rows))
     numbers = lax.div(numbers, jnp.int32(listed))
     return Named(numbers, (*axes, "i", "m"))
-

@@ -11,13 +11,9 @@ import numpy as np
 
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.core.masks.arrays import ArrayMask
-from pallas_kernels.core.masks.base import (
-    ALL,
-    Traits,
-    mask_dataclass,
-    named_map,
-)
+from pallas_kernels.core.masks.base import mask_dataclass, named_map
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
+from pallas_kernels.core.masks.traits import ALL, Traits
 from pallas_kernels.core.pointwise import Program, intervals
 from pallas_kernels.core.pointwise.runs import keeps_runs
 from pallas_kernels.core.positions import Positions

@@ -72,7 +72,7 @@ def _turned(kind: frozenset[str]) -> frozenset[str]:
 
 
 def _sum(x: frozenset[str], y: frozenset[str]) -> frozenset[str]:
-    """Of two numbers, added: what changes alike stays so; a turn beside one does not."""
+    """Of two numbers, added: what both do stays so, if it is no turn."""
     if _STILL in (x, y):
         return y if x == _STILL else x
     both = x & y & {"rises", "falls"}
