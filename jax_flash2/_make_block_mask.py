@@ -119,6 +119,8 @@ def make_block_mask(
     if not masks:
         raise ValueError("make_block_mask requires a mask: pass mask_mod")
     found = functools.reduce(operator.and_, masks)
+    if heads is None:  # one stands for any number
+        found = jax.tree.map(lambda x: x.renamed("n", None).squeezed(), found)
     return _made(found, offset, Tiling(*tile, queries, keys))
 
 

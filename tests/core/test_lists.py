@@ -10,7 +10,7 @@ import pytest
 from jax_flash2 import make_block_mask
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import BlockList
-from pallas_kernels.core.masks import Tiling
+from pallas_kernels.core.masks import Listed, Tiling
 from pallas_kernels.core.positions import Numbering, Positions
 from tests.core.test_pointwise import boolean
 from tests.tiers import deeply
@@ -47,6 +47,12 @@ def codes_of(kept: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
         for i in range(0, rows, block_q)
     ]
     return np.array([[int(x.any()) + int(x.all()) for x in row] for row in blocks])
+
+
+def listed(mask, size, block: tuple[int, int]) -> Listed:
+    """A mask with its lists, in blocks of so many queries and keys."""
+    tiling = Tiling(*block, size["t"], size["s"])
+    return Listed.of(mask, mask.block_relation(tiling), tiling)
 
 
 def check_list(found: BlockList, code: np.ndarray) -> None:

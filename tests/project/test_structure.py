@@ -27,7 +27,10 @@ DEEP_FUNCTIONS = 0
 
 # Where features are named outside of `pallas_kernels/core` and of what reads arguments:
 # identifiers of the code, in how many files and how often (lab note 093).
-ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
+ARGUMENTS = (
+    *("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn"),
+    *("_block_mask", "_make_block_mask"),
+)
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
