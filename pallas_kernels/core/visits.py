@@ -73,8 +73,8 @@ class Visits:
 
     @classmethod
     def _of_list(cls, blocks: BlockList) -> Visits:
-        visited = (blocks.codes().value > 0).astype(jnp.int32)
-        before = lax.cumsum(visited, axis=visited.ndim - 2) - visited
+        met = (blocks.codes().value > 0).astype(jnp.int32)
+        before = lax.cumsum(met, axis=met.ndim - 2) - met
         return cls(blocks, Named(before.reshape(blocks.code.shape), blocks.code.axes))
 
     def before_at(self, where: Mapping[str, Any], block, rows: Mapping[str, int]):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import make_block_mask
+from jax_flash2 import _api, make_block_mask
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.masks import Listed, Tiling
@@ -209,3 +209,28 @@ def _numbering(rng, size: int) -> tuple[Numbering, int]:
         return Numbering(first), int(rng.integers(1, size - first))
     stripe = int(rng.choice([8, 16]))
     return Numbering(int(rng.integers(0, 2)) * stripe, stripe, 2), size // 2
+
+
+RUNS = {
+    "causal": (lambda b, h, q, kv: q >= kv, True),
+    "window": (lambda b, h, q, kv: (q >= kv) & (q - kv < 9), True),
+    "two_sided": (lambda b, h, q, kv: abs(kv - q) <= 4 << h, True),
+    "prefix": (lambda b, h, q, kv: (kv <= q) | (kv < LENGTHS[b]), True),
+    "rows_of_an_image": (lambda b, h, q, kv: abs(q // 8 - kv // 8) <= 1, True),
+    "not_before": (lambda b, h, q, kv: ~(q < kv) & (2 * kv != 5 * b), False),
+    "global_keys": (lambda b, h, q, kv: (q - kv < 9) & ((q >= kv) | (kv < 3)), True),
+    "window_and_global_keys": (lambda b, h, q, kv: (abs(q - kv) < 9) | (kv < 3), False),
+    "outside": (lambda b, h, q, kv: abs(q - kv) > 4, False),
+    "dilated": (lambda b, h, q, kv: (q - kv) % 3 == 0, False),
+    "documents": (lambda b, h, q, kv: IDS[b, q] == IDS[b, kv], False),
+}
+LENGTHS = jnp.array([3, 9], jnp.int32)
+IDS = jnp.zeros((2, 30), jnp.int32)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_masks_that_keep_runs_have_ranges(name):
+    function, keeps_runs = RUNS[name]
+    q, kv = jnp.zeros((2, 24, 2, 16)), jnp.zeros((2, 30, 2, 16))
+    (atom,) = _api.given(q, kv, kv, mask_mod=function).checked().spec.masks
+    assert atom.lists_blocks != keeps_runs

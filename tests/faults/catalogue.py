@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.faults import context, flash2, gpus, kernels, lowering, mods, mosaic_gpu
+from tests.faults import (
+    context,
+    flash2,
+    gpus,
+    kernels,
+    lists,
+    lowering,
+    mods,
+    mosaic_gpu,
+)
 from tests.faults.kernels import COUNTS, REGIME, of, rule
 
 LITERAL = "tests/core/test_mask.py -k literal"
@@ -401,6 +410,7 @@ MUTANTS = [
     *mosaic_gpu.MUTANTS,
     *context.MUTANTS,
     *gpus.MUTANTS,
+    *lists.MUTANTS,
     *lowering.MUTANTS,
     *mods.MUTANTS,
 ]
