@@ -149,6 +149,15 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/masks/mod.py",
+        (
+            "rows of a group stand at their own numbers",
+            "divide(x, tiling.repeat) if tiling.repeat > 1 else x for x in rows",
+            "x for x in rows",
+            CALLS.format("as_rows and False"),
+        ),
+    ),
+    *of(
         "pallas_kernels/core/pointwise/runs.py",
         (
             "two runs together are one",

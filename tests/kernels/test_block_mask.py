@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Blocks, Config, Context, attention, explain, make_block_mask
 from tests import mosaic_interpreter, tolerances
@@ -15,7 +17,7 @@ from tests.divided import Divided
 from tests.kernels.test_mods import ARRAYS, COTANGENT, B, N, S, T, array, dense
 from tests.lowering import lower_for_gpu, on_gpu
 from tests.mosaic import with_heads
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 SMALL, TALL = Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1)
 BACKENDS = {
@@ -38,8 +40,13 @@ MASKS = {
 
 def results(call, bias, arrays=ARRAYS):
     """The output, and the gradients of query, key, value and bias."""
-    out, pull = jax.vjp(call, *arrays, bias)
-    return out, *pull(COTANGENT.astype(out.dtype))
+
+    @jax.jit
+    def run(*arrays):
+        out, pull = jax.vjp(call, *arrays)
+        return out, *pull(COTANGENT.astype(out.dtype))
+
+    return run(*arrays, bias)
 
 
 def by_matrices(mask_mod, bias):
@@ -131,6 +138,21 @@ def test_beside_other_masks():
 WHOLE = {"implementation": "reference"}
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_heads_of_a_group_as_rows(given):
+    """Few queries: blocks of rows then hold queries of several heads."""
+    q, k, v = array(1, 20, 4, 16), array(1, 64, 2, 16), array(1, 64, 2, 16)
+    mask_mod = lambda b, h, q, kv: (  # noqa: E731
+        (kv // 16 == h) | ((q // 4 + kv // 16) % 3 == 0)
+    )
+    masks = {"mask_mod": mask_mod}
+    if given:
+        made = make_block_mask(mask_mod, 1, 4, 20, 64, block_size=16)
+        masks = {"block_mask": made}
+    expected = attention(q, k, v, mask_mod=mask_mod, **WHOLE)
+    check([attention(q, k, v, **masks, **BACKENDS["triton"])], [expected])
+
+
 def test_masks_of_all_kinds():
     """As arguments of the block mask; with an offset, which the call takes from it."""
     rng = np.random.default_rng(2)
@@ -190,6 +212,33 @@ def test_rows_on_several_devices(method):
     check([divided(*arrays, block_mask=block_mask, **BACKENDS["xla"])], [expected])
 
 
+@pytest.mark.parametrize(
+    "kind, spec",
+    [
+        pytest.param(AxisType.Explicit, P(None, "x", "y"), id="rows"),
+        pytest.param(AxisType.Explicit, P("x", None, "y"), id="explicit", marks=deep),
+        pytest.param(AxisType.Auto, P("x", None, "y"), id="automatic", marks=deep),
+    ],
+)
+def test_meshes(kind, spec):
+    """Batch and heads divided, or rows: what has no such axis is on each device."""
+    if jax.device_count() < 4:
+        pytest.skip("4 devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    q, k, v = (jnp.tile(x[:, :32], (1, 1, N // x.shape[2], 1)) for x in ARRAYS)
+    kept = jnp.asarray(np.random.default_rng(3).random((B, 32)) < 0.8)
+    mask_mod = lambda b, h, q, kv: (  # noqa: E731
+        ((q // 16 - kv // 16) % (h + 1) == 0) & kept[b, kv]
+    )
+    made = make_block_mask(mask_mod, B, N, 32, 32, block_size=16)
+    expected = attention(q, k, v, mask_mod=mask_mod, **WHOLE)
+    with jax.set_mesh(mesh):
+        arrays = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v))
+        call = functools.partial(attention, block_mask=made, **BACKENDS["xla"])
+        found = jax.jit(call)(*arrays)
+    check([np.asarray(found)], [expected])
+
+
 def test_lists_are_operands_of_the_kernels():
     """Given once, they are made by no call; larger blocks do not divide them."""
     x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
@@ -205,9 +254,8 @@ def test_lists_are_operands_of_the_kernels():
     given = make_block_mask(window, None, None, 1024, 1024)
     for backend in ("triton", "mosaic_gpu"):
         assert sorts(backend, block_mask=given) == 0
-        assert sorts(backend, mask_mod=window) > 0
-        causal = lambda b, h, q, kv: q >= kv  # noqa: E731
-        assert sorts(backend, mask_mod=causal) == 0  # ranges do
+    assert sorts("triton", mask_mod=window) > 0
+    assert sorts("triton", mask_mod=lambda b, h, q, kv: q >= kv) == 0  # ranges do
     with on_gpu():
         text = explain(x, x, x, block_mask=given)
         by_intervals = explain(x, x, x, mask_mod=window)
