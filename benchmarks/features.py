@@ -28,7 +28,7 @@ import jax_flash2
 from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.harness import Program
 from benchmarks.peers import OURS
-from benchmarks.shapes import Shape
+from jax_flash2.tune.problems import Shape, random_mask
 
 _BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
 _LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")
@@ -89,7 +89,7 @@ def features(shape: Shape) -> dict[str, Feature]:
     lengths = {"key_value_seq_lengths": jnp.full(batch, keys, jnp.int32)}
     padding = jnp.broadcast_to(jnp.arange(length) < keys, (batch, 1, 1, length))
     same = jnp.asarray(ids[:, None] == ids)[None, None]
-    drawn = harness.random_mask(length)
+    drawn = random_mask(length)
     in_drawn = float(jnp.sum(jnp.tril(drawn), dtype=jnp.float32))
     slopes = jnp.asarray(2.0 ** (-8 * np.arange(1, heads + 1) / heads), jnp.float32)
     dropout = {"dropout_rate": 0.1}

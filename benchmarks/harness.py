@@ -5,10 +5,8 @@ import dataclasses
 import functools
 import math
 import os
-import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.shapes import Shape
+from jax_flash2.tune import timing
+from jax_flash2.tune.timing import Timing as Timing
+from jax_flash2.tune.timing import describe as describe
+from jax_flash2.tune.timing import time_interleaved as time_interleaved
 
 # Another framework uses the same GPU: JAX takes memory as it needs it. Read when JAX
 # first looks for devices.
@@ -31,12 +33,6 @@ TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 2.0**-8}
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 _MOST_GPUS = 16  # of a machine
-
-
-def random_mask(length: int) -> jax.Array:
-    """[1, 1, length, length] that keeps nine pairs in ten: of no block all or none."""
-    draw = jax.jit(jax.random.bernoulli, static_argnums=2)
-    return draw(jax.random.key(0), 0.9, (1, 1, length, length))
 
 
 def is_gpu() -> bool:
@@ -151,39 +147,18 @@ def check(
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(timing.Program):
     """A pass of a peer, compiled, with its operands.
 
     Attributes:
-      call: starts it; its results, maybe not there yet.
-      wait: returns when the results are there.
       results: what `reference` gives, of the results of `call`, in float32.
       memory: bytes: "temp", beyond operands and results, and "total"; None if unknown.
       note: what a reader of its figures should know.
     """
 
-    call: Callable[[], object]
-    wait: Callable[[object], object]
     results: Callable[[object], dict[str, np.ndarray]]
     memory: dict[str, int | None]
     note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds a call in each round; a round is a batch of `calls` calls."""
-
-    calls: int
-    seconds: list[float]
-
-    def row(self) -> dict:
-        return {
-            "seconds": statistics.median(self.seconds),
-            "seconds_min": min(self.seconds),
-            "seconds_max": max(self.seconds),
-            "timings": self.seconds,
-            "calls": self.calls,
-        }
 
 
 @contextlib.contextmanager
@@ -229,79 +204,6 @@ def batched(found: Sequence, count: int) -> Iterator[Sequence]:
     """Of `count` each, the last one of what is left."""
     for first in range(0, len(found), count):
         yield found[first : first + count]
-
-
-def _seconds(program: Program, calls: int) -> float:
-    """Of a batch of calls, begun on an idle device and waited for at its end."""
-    begun = time.perf_counter()
-    for _ in range(calls):
-        results = program.call()
-    program.wait(results)
-    return time.perf_counter() - begun
-
-
-def time_interleaved(
-    programs: Mapping[str, Program],
-    *,
-    rounds: int,
-    min_seconds: float = 0.03,
-    settle_seconds: float | None = None,
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Times programs side by side: in each round a batch of calls of every one.
-
-    A GPU's clocks follow the power that its work draws, some time later. So each batch
-    comes after other calls of the same program, and the order is drawn anew in every
-    round, from the same seed: no program always follows the same other.
-
-    Args:
-      programs: by name.
-      rounds: batches of each program.
-      min_seconds: a batch is as many calls as take this long, one at least.
-      settle_seconds: how long the calls before each batch take, one at least; None is
-        0.1 on a GPU and 0 elsewhere.
-
-    Returns:
-      Timings by name, and the failures of programs that did not get through.
-    """
-    if settle_seconds is None:
-        settle_seconds = 0.1 if jax.default_backend() == "gpu" else 0.0
-    calls, settling, failures = {}, {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-
-    def attempt(name: str, count: int) -> float:
-        try:
-            return _seconds(programs[name], count)
-        except Exception as error:  # a peer's failure is a result, not the end
-            failures[name] = describe(error)
-            return math.nan
-
-    for name in programs:
-        attempt(name, 1)  # warms up
-        once = math.nan if name in failures else attempt(name, 1)
-        if once < min_seconds:  # too short to be told from its own start and end
-            few = min(10, math.ceil(min_seconds / once))
-            once = attempt(name, few) / few
-        if name not in failures:
-            calls[name] = max(1, math.ceil(min_seconds / once))
-            settling[name] = max(1, math.ceil(settle_seconds / once))
-    names = [name for name in programs if name not in failures]
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(names, len(names)):
-            if name not in failures:
-                attempt(name, settling[name])
-            if name not in failures:
-                seconds[name].append(attempt(name, calls[name]) / calls[name])
-    timings = {n: Timing(calls[n], seconds[n]) for n in names if n not in failures}
-    return timings, failures
-
-
-def describe(error: Exception) -> str:
-    """A failure in one line, cut; `not installed: ...` for an ImportError."""
-    first = next(iter(str(error).splitlines()), "")[:200]
-    if isinstance(error, ImportError):
-        return f"not installed: {first}"
-    return f"{type(error).__name__}: {first}"
 
 
 def matmul_tflops(size: int | None = None) -> float:

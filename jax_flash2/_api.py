@@ -238,7 +238,9 @@ def attention(
       mask_mod: a function (b, h, q, kv) -> bool, True where a query may attend to a
         key, if all other masks agree. Traced as score_mod is; it has no gradient.
         Blocks are skipped as far as intervals of positions and of captured arrays tell
-        that it keeps none of their pairs. Keys that it drops must be finite.
+        that it keeps none of their pairs. What it joins by `&` and only compares q - kv
+        with a Python number, or ids at q and kv for equality, runs as the built-in
+        window and segments. Keys that it drops must be finite.
       block_mask: what `make_block_mask` returned for calls of these sizes: a mask that
         must agree, too, with lists of the blocks that it keeps, made once for many
         calls. It brings its `query_offset`. Beside other masks the call makes lists of
@@ -413,6 +415,9 @@ def explain(*arguments: Any, **keywords: Any) -> str:
         call = dataclasses.replace(found, **arrays).checked()
         parts = (*call.spec.score.terms, *call.spec.masks)
         notes.extend(x.words for x in parts if x.words)
+        if found.mask_mod is not None:
+            kinds = ", ".join(type(x).__name__ for x in call.spec.masks)
+            notes.append(f"masks, those of mask_mod among them: {kinds}")
         if found.context is not None:
             texts.append(_context.explain(call, found.implementation, found.context))
         elif _context.on_mesh(divided, call, found.implementation) is None:

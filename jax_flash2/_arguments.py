@@ -172,7 +172,7 @@ class Arguments:
 
     def _with_mods(self, mods: Mods, shape: Shape, masks, score: Score):
         if self.mask_mod is not None:
-            masks = (*masks, mods.mask(self.mask_mod))
+            masks = (*masks, *mods.masks(self.mask_mod))
         if self.score_mod is None:
             return masks, score
         term = mods.score(self.score_mod)

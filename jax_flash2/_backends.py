@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 import jax
 
-from pallas_kernels import device
+from pallas_kernels import device, user_tables
 from pallas_kernels.backend import Backend, Call, Declined, Pass, Plan
 
 try:  # what `jax.ensure_compile_time_eval` sets
@@ -331,6 +331,8 @@ def explain(implementation: str | None, call: Call) -> str:
             found = served(chosen, call, is_named=implementation is not None)
             for pass_, made in found.items():
                 lines += [f"    {line}" for line in _words(pass_, made, call)]
+        used = (user_tables.used(name, device.device_kind()) for name in BACKENDS)
+        lines += [f"    with blocks of yours: {path}" for path in filter(None, used)]
     except ValueError as error:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():

@@ -115,7 +115,7 @@ def make_block_mask(
     masks = arguments.masks(shape)
     if mask_mod is not None:
         unknown = [n for n, x in (("b", batch), ("h", heads)) if x is None]
-        masks = (*masks, Mods(shape, offset, None).mask(mask_mod, unknown))
+        masks = (*masks, *Mods(shape, offset, None).masks(mask_mod, unknown))
     if not masks:
         raise ValueError("make_block_mask requires a mask: pass mask_mod")
     found = functools.reduce(operator.and_, masks)
@@ -140,7 +140,7 @@ def counts(arguments: Arguments) -> list[str]:
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
             offset = shape.offset(found.query_offset)
             mods = Mods(shape, offset, None)
-            masks = (*found.masks(shape), mods.mask(found.mask_mod))
+            masks = (*found.masks(shape), *mods.masks(found.mask_mod))
             mask = functools.reduce(operator.and_, masks)
             tiling = Tiling(BLOCK, BLOCK, shape.t, shape.s)
             made = _made(mask, offset, tiling, refines=False)

@@ -19,7 +19,7 @@ from jax import lax
 from jax_flash2._rows import RowSharding
 from jax_flash2._shape import Shape
 from pallas_kernels.core.axes import ALL_KEYS, Named
-from pallas_kernels.core.masks import MaskMod
+from pallas_kernels.core.masks import Atom, MaskMod, split
 from pallas_kernels.core.pointwise import (
     INDICES,
     SCORE,
@@ -28,6 +28,7 @@ from pallas_kernels.core.pointwise import (
     Program,
     Traced,
     bind,
+    compact,
     float_reads,
     of_bound,
     trace,
@@ -93,8 +94,8 @@ class Mods:
         entry, head = self._asked(bound.program, derivative)
         return ScoreMod(bound.arrays, entry, head, bound.program, derivative)
 
-    def mask(self, function: Any, unknown: Sequence[str] = ()) -> MaskMod:
-        """The mask that is a function of indices.
+    def masks(self, function: Any, unknown: Sequence[str] = ()) -> tuple[Atom, ...]:
+        """The mask that is a function of indices: built-in masks, and what is left.
 
         Args:
           unknown: the indices that it must not ask for.
@@ -111,9 +112,21 @@ class Mods:
                     f"pass {full}"
                 )
         bound = bind(traced, self._places, self._pairs, fixed=True)
-        arrays = tuple(Named(_bits(x.value), x.axes) for x in bound.arrays)
-        entry, head = self._asked(bound.program)
-        return MaskMod(arrays, entry, head, bound.program)
+        captured = [traced.program.reads[i].params[0] for i in bound.reads]
+        shape = self._shape
+        is_square = shape.t == shape.s and "q" in self._natural
+
+        def are_shared(a: int, b: int) -> bool:
+            return is_square and captured[a] == captured[b]
+
+        known, rest = split(bound.program, bound.arrays, are_shared)
+        if rest is None:
+            return known
+        program, kept = compact(rest)
+        arrays = (bound.arrays[i] for i in kept)
+        arrays = tuple(Named(_bits(x.value), x.axes) for x in arrays)
+        entry, head = self._asked(program)
+        return (*known, MaskMod(arrays, entry, head, program))
 
     def _asked(self, *programs: Program) -> list[Named | None]:
         """The numbers of entries and heads that programs ask for."""

@@ -1,8 +1,8 @@
 """Tuned blocks: what tells calls apart, and the tables by backend and GPU.
 
-A table is made by `python -m benchmarks.tune` on a GPU. It has the fastest blocks found
-there, by kernel, padded head size and regime, and the other numbers of the backend's
-choices, each of which says where and when it was measured.
+A table is made from what `python -m jax_flash2.tune` finds on a GPU. It has the fastest
+blocks there, by kernel, padded head size and regime, and the other numbers of the
+backend's choices, each of which says where and when it was measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What was measured of these kernels on a GPU: the table that `here` reads, typed.
 
 Python has the rules; the table of the GPU has their numbers, and says of each on which
-GPU and when it was measured (`pallas_kernels/tuning`). `benchmarks.tune` writes blocks
-and crossover points. The table of the H100 serves Hopper GPUs that have none.
+GPU and when it was measured (`pallas_kernels/tuning`). Blocks and crossover points in
+the user's own table take their place (`user_tables`), which `jax_flash2.tune` writes.
+The table of the H100 serves Hopper GPUs that have none.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from pallas_kernels import device, tables
+from pallas_kernels import device, tables, user_tables
 from pallas_kernels.configs import Blocks
 
 BACKEND = "mosaic_gpu"
@@ -156,18 +157,26 @@ def here() -> Measured:
 
 @functools.cache
 def of_gpu(gpu: str | None) -> Measured:
-    """The table of a kind of GPU; that of the H100 if it has none, or None is given."""
-    found = tables.read(BACKEND, gpu)
+    """The table of a kind of GPU; that of the H100 if it has none, or None is given.
+
+    With the entries of the user's table in the place of those that the library ships.
+    """
+    found, own = tables.read(BACKEND, gpu), user_tables.read(BACKEND, gpu)
+
+    def entries(part: str) -> Iterator[tuple[str, dict]]:
+        for name, heads in found[part].items():
+            yield name, _by_size(user_tables.over(heads, own[part].get(name, {})))
+
     blocks = {
         kernel: {
             size: {regime: Blocks(*x) for regime, x in regimes.items()}
-            for size, regimes in _by_size(heads).items()
+            for size, regimes in heads.items()
         }
-        for kernel, heads in found["blocks"].items()
+        for kernel, heads in entries("blocks")
     }
     crossovers = {
-        condition: {size: _crossover(x) for size, x in _by_size(heads).items()}
-        for condition, heads in found["crossovers"].items()
+        condition: {size: _crossover(x) for size, x in heads.items()}
+        for condition, heads in entries("crossovers")
     }
     return Measured(found["gpu"], blocks, crossovers, Numbers.read(found["numbers"]))
 

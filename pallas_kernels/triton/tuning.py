@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
-from pallas_kernels import tables
+from pallas_kernels import device, tables, user_tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
 from pallas_kernels.tables import padded
 
@@ -24,6 +25,9 @@ _SMALLER = "Smaller blocks"
 _ON_BLACKWELL = "Blackwell"
 
 
+# The head size that an entry of a table is tuned for, if it is not the largest one that
+# it serves.
+TUNED_SIZES = {192: 160}
 # The largest head size of the table of the kernel that sums both gradients.
 _LARGEST_SUMMED = 192
 
@@ -51,6 +55,8 @@ def no_power_of_two(blocks: Blocks) -> str | None:
 # Bytes, at most, that an element of float32 took of some 30 configurations whose
 # products are made of three pieces in bfloat16 (`support.product_precision`).
 SPLIT_ITEMSIZE = 5.5
+# Of the regimes of other elements than those of two bytes.
+ITEMSIZES = {"float32": 4, "float32 highest": SPLIT_ITEMSIZE}
 
 # How many tiles of a program multiply every block from the left: the first of the size
 # of keys, the second of that of values.
@@ -210,7 +216,7 @@ def _candidates(
     tuned = tables.table("triton", gpu)[kernel][str(bucket)]
     smaller = tables.table("triton", _SMALLER)[kernel]
     smaller = next(blocks for n, blocks in smaller.items() if size <= int(n))
-    regime = {4: "float32", SPLIT_ITEMSIZE: "float32 highest"}.get(itemsize, regime)
+    regime = {x: name for name, x in ITEMSIZES.items()}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
     names = [regime]
     if itemsize == 2:
@@ -218,6 +224,8 @@ def _candidates(
     if columns and not tables.is_tuned("triton", gpu):
         there = tables.table("triton", _ON_BLACKWELL)
         tuned = tuned | there.get(kernel, {}).get(str(bucket), {})
+    own = user_tables.read("triton", gpu)["blocks"]
+    tuned = tuned | own.get(kernel, {}).get(str(bucket), {})
     found = []
     for name in names:
         if name in tuned:
@@ -292,3 +300,24 @@ def choose(
         f"implementation='triton': no blocks of {kernel} for head sizes {heads} fit "
         f"{limit >> 10} KiB of shared memory"
     )
+
+
+def _unfit(kernel: str, size: int, regime: str, blocks: Blocks) -> str | None:
+    """Why a kernel cannot have blocks of a user's table, or None."""
+    if odd := no_power_of_two(blocks):
+        return f"{odd} is no power of two"
+    head = TUNED_SIZES.get(size, size)
+    limit, itemsize = device.shared_memory_limit(), ITEMSIZES.get(regime, 2)
+    room: dict[str, Any] = {"limit": limit, "columns": device.tensor_memory_columns()}
+    room |= {"dropout": regime == "dropout"}
+    if fits(kernel, blocks, (head, head), itemsize, **room):
+        return None
+    return f"{blocks} does not fit {limit >> 10} KiB of shared memory"
+
+
+user_tables.KNOWN["triton"] = user_tables.Known(
+    sizes=dict.fromkeys(KERNELS, tables.HEADS),
+    regimes=dict.fromkeys(KERNELS, tables.REGIMES),
+    conditions=(),
+    unfit=_unfit,
+)

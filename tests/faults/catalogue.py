@@ -11,6 +11,7 @@ from tests.faults import (
     lowering,
     mods,
     mosaic_gpu,
+    tuner,
 )
 from tests.faults.kernels import COUNTS, REGIME, of, rule
 
@@ -413,4 +414,5 @@ MUTANTS = [
     *lists.MUTANTS,
     *lowering.MUTANTS,
     *mods.MUTANTS,
+    *tuner.MUTANTS,
 ]

@@ -8,7 +8,45 @@ DENSE = "tests/kernels/test_mods.py -k 'dense_attention and {}'"
 OFFSET = "tests/kernels/test_mods.py -k 'begin_at_the_offset'"
 SOUND = "tests/core/test_pointwise.py -k sound"
 
+KNOWN = "tests/core/test_known_masks.py"
+
 MUTANTS = [
+    *of(
+        "pallas_kernels/core/masks/known.py",
+        (
+            "less means at most",
+            "more = int(name in _STRICT)",
+            "more = 0",
+            KNOWN,
+        ),
+        (
+            "a negated AND is split",
+            'joins = "or" if part.is_negated else "and"',
+            'joins = "and"',
+            KNOWN,
+        ),
+        (
+            "ids of heads are segments",
+            'if any("n" in x.axes or x.value.dtype != np.int32 for x in found):',
+            "if any(x.value.dtype != np.int32 for x in found):",
+            KNOWN,
+        ),
+        (
+            "the widest of several windows",
+            "min(lefts, default=None), min(rights, default=None)",
+            "max(lefts, default=None), max(rights, default=None)",
+            KNOWN,
+        ),
+    ),
+    *of(
+        "jax_flash2/_mods.py",
+        (
+            "ids are shared whatever the offset",
+            'is_square = shape.t == shape.s and "q" in self._natural',
+            "is_square = shape.t == shape.s",
+            KNOWN,
+        ),
+    ),
     *of(
         "pallas_kernels/core/scores/mod.py",
         (

@@ -39,6 +39,7 @@ def array(*shape):
 ARRAYS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
 COTANGENT = array(B, T, N, H)
 IDS = jnp.asarray(np.cumsum(RNG.random((B, S)) < 0.1, axis=1), jnp.int32)
+TIMES = jnp.asarray(np.sort(RNG.integers(0, 30, (B, S)), axis=1), jnp.int32)
 KEYS, ROWS, PAIRS, TABLE, GAIN = (
     array(*shape) for shape in ((B, S), (N, T), (T, S), (N, 8), (N,))
 )
@@ -75,6 +76,7 @@ IN_TABLES = ("table", "computed")
 MASKS = {
     "none": None,
     "documents": lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q >= kv),
+    "times": lambda b, h, q, kv: (TIMES[b, q] >= TIMES[b, kv]) & (q - kv < 30),
     "neighbours": lambda b, h, q, kv: (
         (abs(q // 8 - kv // 8) <= 1) & (abs(q % 8 - kv % 8) <= 2)
     ),
@@ -85,7 +87,8 @@ MASKS = {
 
 def dense(q, k, v, score_mod=None, mask_mod=None, offset=0):
     """Attention by whole matrices, in the dtype of its arguments."""
-    scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, N // K, 2)) / np.sqrt(H)
+    product = functools.partial(jnp.einsum, precision="highest")
+    scores = product("btnh,bsnh->bnts", q, jnp.repeat(k, N // K, 2)) / np.sqrt(H)
     b, h, rows, keys = jnp.indices(scores.shape, dtype=jnp.int32)
     places = b, h, rows + offset, keys
     if score_mod is not None:
@@ -96,7 +99,7 @@ def dense(q, k, v, score_mod=None, mask_mod=None, offset=0):
     has_keys = jnp.any(scores > -jnp.inf, axis=-1, keepdims=True)
     p = jax.nn.softmax(jnp.where(has_keys, scores, 0.0))
     p = jnp.where(has_keys, p, 0.0)
-    return jnp.einsum("bnts,bsnh->btnh", p, jnp.repeat(v, N // K, 2))
+    return product("bnts,bsnh->btnh", p, jnp.repeat(v, N // K, 2))
 
 
 def results(call, make, mask, arrays, captured):
@@ -126,7 +129,7 @@ def check(found, expected, bound=3e-6):
         assert np.max(np.abs(a - b)) <= bound * (np.max(np.abs(b)) + 1e-3)
 
 
-FEW = [("computed", "documents"), ("table", "window"), ("of_rows", "neighbours")]
+FEW = [("computed", "times"), ("table", "window"), ("of_rows", "neighbours")]
 MANY = [
     *((name, "none") for name in SCORES),
     *((None, mask) for mask in MASKS if mask != "none"),
@@ -176,7 +179,8 @@ def test_indices_that_are_read_beforehand_begin_at_the_offset():
     """Those of a mask, computed without keys."""
     limit = jnp.asarray(RNG.integers(1, S, 40), jnp.int32)
     mask = {"mask_mod": lambda b, h, q, kv: kv < limit[q // 2]}
-    found = attention(*ARRAYS, **mask, **BACKENDS["blocks"], query_offset=9)
+    options = {**BACKENDS["blocks"], "precision": "highest"}
+    found = attention(*ARRAYS, **mask, **options, query_offset=9)
     check([found], [dense(*ARRAYS, **mask, offset=9)], 1e-5)
 
 
@@ -225,6 +229,7 @@ def test_what_is_built_in_is_the_same(name):
     built_in, as_function = BUILT_IN[name]
     more = {
         **BACKENDS["blocks"],
+        "precision": "highest",
         "dropout_rate": 0.3,
         "dropout_rng": jax.random.key(0),
         "key_value_seq_lengths": jnp.array([31, 45]),
@@ -348,6 +353,7 @@ def test_maps_and_derivatives():
             score_mod=lambda s, b, h, q, kv: jnp.sin(s * x[h]) + x[kv % 4],
             mask_mod=lambda b, h, q, kv: q >= kv,
             implementation="xla",
+            precision="highest",
         )
 
     def by_matrices(q, x):
@@ -404,8 +410,9 @@ def test_rows_on_several_devices(method):
     make, captured = SCORES["table"]
     options = {
         "score_mod": lambda s, *at: make(*captured)(s, *at) + KEYS[at[0], at[3]],
-        "mask_mod": MASKS["documents"],
+        "mask_mod": MASKS["times"],
         "implementation": "xla",
+        "precision": "highest",
     }
     expected = attention(*arrays, **options)
     divided = Divided(Context("x", 8, method), (2,))

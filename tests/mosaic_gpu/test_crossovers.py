@@ -6,21 +6,13 @@ import json
 import math
 
 import jax
-import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from benchmarks import (
-    records,
-    tune,
-    tune_crossover,
-    tune_mosaic,
-    tune_problems,
-    tune_tables,
-)
-from benchmarks.harness import Timing
-from pallas_kernels import device, tables
+from jax_flash2.tune import __main__ as tune
+from jax_flash2.tune import blocks as tune_blocks
+from jax_flash2.tune import crossover, hopper, problems, programs
+from jax_flash2.tune.timing import Timing
+from pallas_kernels import device, tables, user_tables
 from pallas_kernels.mosaic_gpu import measured, memory
 from pallas_kernels.mosaic_gpu.hopper import gradient_blocks, tuning
 from tests.cases import ON_GPU
@@ -30,13 +22,13 @@ from tests.tiers import deeply
 H100 = tables.DEFAULT_GPUS["mosaic_gpu"]
 
 
-@pytest.mark.parametrize("head", tune_mosaic.HEAD_SIZES)
+@pytest.mark.parametrize("head", hopper.HEAD_SIZES)
 def test_candidates_begin_with_the_table(head):
     """They are many, and the kernels can have all of them."""
     with on_gpu(H100):
-        for regime in tune_mosaic.REGIMES:
-            for kernel in tune_mosaic.kernels(regime, head):
-                found = tune_mosaic.candidates(kernel, head, regime)
+        for regime in hopper.REGIMES:
+            for kernel in hopper.kernels(regime, head):
+                found = hopper.candidates(kernel, head, regime)
                 table = measured.here().blocks[kernel]
                 key = min(x for x in table if head <= x)
                 assert found[0] == table[key][regime]
@@ -47,9 +39,9 @@ def test_every_entry_of_a_table_is_tuned():
     with on_gpu(H100):
         tuned = {
             (kernel, regime, min(x for x in measured.here().blocks[kernel] if h <= x))
-            for regime in tune_mosaic.REGIMES
-            for h in tune_mosaic.HEAD_SIZES
-            for kernel in tune_mosaic.kernels(regime, h)
+            for regime in hopper.REGIMES
+            for h in hopper.HEAD_SIZES
+            for kernel in hopper.kernels(regime, h)
         }
         assert tuned == {
             (kernel, regime, head)
@@ -59,11 +51,11 @@ def test_every_entry_of_a_table_is_tuned():
         }
 
 
-@pytest.mark.parametrize("regime", tune_mosaic.REGIMES[:2])
+@pytest.mark.parametrize("regime", hopper.REGIMES[:2])
 def test_a_regime_is_tuned_on_calls_of_its_own(regime):
     with on_gpu(H100):
-        for problem in _small(lambda: tune_mosaic.problems(regime, 64)):
-            call = tune_mosaic.call_of(problem)
+        for problem in _small(lambda: hopper.problems(regime, 64)):
+            call = hopper.call_of(problem)
             keys = call.spec.mean_keys(call.size["s"])
             blocks = tuning.choose((64, 64), keys, call.spec)
             assert blocks == measured.here().blocks_of("forward", 64, regime)
@@ -88,12 +80,12 @@ def test_a_ladder_has_its_condition_and_its_keys(condition, keys):
     with on_gpu(H100):
         for head in (64, 128):
             for problem in _small(
-                functools.partial(tune_mosaic.ladder, condition, head, keys)
+                functools.partial(hopper.ladder, condition, head, keys)
             ):
-                mean = tune_mosaic.mean_keys(problem)
+                mean = hopper.mean_keys(problem)
                 least = 112 if condition == "window" else keys
                 assert keys // 8 * 7 <= mean <= max(keys + 1, least), mean
-                assert condition in _conditions(tune_mosaic.call_of(problem))
+                assert condition in _conditions(hopper.call_of(problem))
 
 
 def _conditions(call) -> list[str]:
@@ -103,22 +95,22 @@ def _conditions(call) -> list[str]:
     return found + ["copied"] * memory.copies_operands(call.size)
 
 
-@pytest.mark.parametrize("which", tune_crossover.PASSES)
+@pytest.mark.parametrize("which", crossover.PASSES)
 @pytest.mark.parametrize(
     "condition",
     ["causal", "bias and its gradient", *deeply(*measured.CONDITIONS)],
 )
 def test_both_sides_of_a_crossover_lower(condition, which):
-    if which not in tune_crossover.passes(condition):
+    if which not in crossover.passes(condition):
         return
     with on_gpu(H100):
-        for problem in _small(lambda: tune_mosaic.ladder(condition, 128, 512)):
-            for backend in tune_crossover.BACKENDS:
-                text = _lowered(tune_crossover.timed(problem, which, backend))
+        for problem in _small(lambda: hopper.ladder(condition, 128, 512)):
+            for backend in crossover.BACKENDS:
+                text = _lowered(crossover.timed(problem, which, backend))
                 assert backend in text
                 # No kernel of Mosaic GPU makes the gradients of two operands.
                 if condition != "bias" or which == "forward":
-                    (other,) = {*tune_crossover.BACKENDS} - {backend}
+                    (other,) = {*crossover.BACKENDS} - {backend}
                     assert other not in text
 
 
@@ -131,7 +123,7 @@ def _lowered(timed) -> str:
         texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.programs.lower", lower)
+        patch.setattr(programs, "lower", lower)
         timed.lower()
     return texts[0]
 
@@ -147,16 +139,16 @@ def _lowered(timed) -> str:
 )
 def test_programs_of_blocks_lower(regime, kernel, head):
     with on_gpu(H100):
-        problem, *_ = _small(lambda: tune_mosaic.problems_of(kernel, regime, head))
-        blocks = tune_mosaic.candidates(kernel, head, regime)[-1]
-        text = _lowered(tune.timed(tune_mosaic, problem, kernel, blocks))
+        problem, *_ = _small(lambda: hopper.problems_of(kernel, regime, head))
+        blocks = hopper.candidates(kernel, head, regime)[-1]
+        text = _lowered(tune_blocks.timed(hopper, problem, kernel, blocks))
     assert "mosaic_gpu" in text and "triton" not in text
 
 
 def _rows(seconds: dict[int, tuple[float | None, float | None]]) -> list[dict]:
     rows = []
     for keys, pair in seconds.items():
-        for peer, own in zip(tune_crossover.BACKENDS, pair, strict=True):
+        for peer, own in zip(crossover.BACKENDS, pair, strict=True):
             row = {"mean_keys": keys, "peer": peer, "shape": {}, "arguments": []}
             rows.append(row if own is None else {**row, "seconds": own})
     return rows
@@ -164,9 +156,7 @@ def _rows(seconds: dict[int, tuple[float | None, float | None]]) -> list[dict]:
 
 def test_the_crossover_of_rows():
     def found(**seconds):
-        return tune_crossover.crossover(
-            _rows({int(k[1:]): x for k, x in seconds.items()})
-        )
+        return crossover.crossover(_rows({int(k[1:]): x for k, x in seconds.items()}))
 
     assert found(k64=(3, 2), k128=(2, 2), k256=(1, 2)) == 128
     # One slower timing does not hide what is gained around it.
@@ -182,87 +172,23 @@ def test_the_crossover_of_rows():
     both = _rows({64: (1, 2)}) + [
         {**row, "arguments": ["mask"]} for row in _rows({64: (5, 2)})
     ]
-    assert math.isinf(tune_crossover.crossover(both))
-    assert (
-        tune_crossover.ratios(_rows({64: (1, 2), 128: (4, 2)})) == "64: 2.00, 128: 0.50"
-    )
+    assert math.isinf(crossover.crossover(both))
+    assert crossover.ratios(_rows({64: (1, 2), 128: (4, 2)})) == "64: 2.00, 128: 0.50"
 
 
-def test_a_table_gets_crossover_points_and_keeps_the_others(tmp_path):
-    path = tmp_path / "mosaic_gpu_nvidia_x.json"
-    before = json.loads(json.dumps(tables.read("mosaic_gpu", None)))
-    old = {"forward": 1024, "backward": 512, "measured": "long ago"}
-    small = {**old, "forward": None}
-    before["crossovers"] = {"plain": {"95": old, "256": old}, "uneven": {"256": small}}
-    path.write_text(json.dumps(before))
-    made = {"date": "today", "commit": "abc", "versions": {"jax": "1"}}
-    bands = 63, 95, 256
-    blocks = {("backward", 160, "any"): [64, 64, 4, 2]}
-    points = {
-        ("plain", 64, "forward"): 96,
-        ("plain", 80, "forward"): 128,
-        ("uneven", 48, "backward"): math.inf,
-    }
-    tune_tables.write(path, "mosaic_gpu", "NVIDIA X", made, blocks, points, bands)
-    found = json.loads(path.read_text())
-    assert (found["gpu"], found["commit"]) == ("NVIDIA X", "abc")
-    plain, uneven = (found["crossovers"][x] for x in ("plain", "uneven"))
-    assert plain["63"] == plain["256"] == old
-    assert plain["95"]["forward"] == 128  # the larger one of the two
-    assert plain["95"]["backward"] == 512
-    note = "NVIDIA X, today: benchmarks.tune, commit abc"
-    assert plain["95"]["measured"] == f"forward: {note}; backward: long ago"
-    assert {k: x["backward"] for k, x in uneven.items()} == {
-        "63": None, "95": 512, "256": 512
-    }  # fmt: skip
-    assert [x["forward"] for x in uneven.values()] == [None] * 3
-    assert found["blocks"]["backward"]["256"] == {"any": [64, 64, 4, 2]}
-    assert found["numbers"] == before["numbers"]
-    # Once more: what was found stays, and the note of a pass is replaced.
-    again = {("plain", 64, "forward"): 64}
-    later = {**made, "date": "tomorrow"}
-    tune_tables.write(path, "mosaic_gpu", "NVIDIA X", later, {}, again, bands)
-    plain = json.loads(path.read_text())["crossovers"]["plain"]["95"]
-    assert plain["forward"] == 64
-    later_note = note.replace("today", "tomorrow")
-    assert plain["measured"] == f"forward: {later_note}; backward: long ago"
-    both = {("plain", 64, "backward"): 32}
-    tune_tables.write(path, "mosaic_gpu", "NVIDIA X", later, {}, both, bands)
-    plain = json.loads(path.read_text())["crossovers"]["plain"]["95"]
-    assert plain["measured"] == later_note  # one for both passes
-
-
-def test_the_library_reads_what_the_tuner_wrote(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "TUNING", tmp_path)
-    monkeypatch.setattr(tables, "DEFAULT_GPUS", {"mosaic_gpu": "NVIDIA X"})
-    path = tables.table_path("mosaic_gpu", "NVIDIA X")
-    own = {("plain", 64, "forward"): math.inf}
-    made = {"date": "today", "commit": "abc", "versions": {}}
-    path.write_text(json.dumps(tables.read("mosaic_gpu", H100)))
-    tune_tables.write(path, "mosaic_gpu", "NVIDIA X", made, {}, own, (95,))
-    tables.read.cache_clear()
-    found = measured.of_gpu.__wrapped__("NVIDIA X")
-    tables.read.cache_clear()
-    assert math.isinf(found.crossover("plain", 64).forward)
-    assert found.crossover("plain", 96) == measured.of_gpu(H100).crossover("plain", 96)
-
-
-def test_rows_of_a_crossover(tmp_path, monkeypatch):
-    """What is timed, and what is written of it; times are made up."""
-    small = tune_mosaic.Problem(tune_mosaic._shape(64, 512, True))
-    monkeypatch.setattr(tune_mosaic, "ladder", lambda *_: [small])
-    monkeypatch.setattr(tune_mosaic, "mean_keys", lambda problem: 256)
-    monkeypatch.setattr(tune_crossover._Sides, "start", lambda sides, pool: _Made())
+def test_rows_of_a_crossover(monkeypatch):
+    """What is timed; times are made up."""
+    small = hopper.Problem(hopper._shape(64, 512, True))
+    monkeypatch.setattr(hopper, "ladder", lambda *_: [small])
+    monkeypatch.setattr(hopper, "mean_keys", lambda problem: 256)
+    monkeypatch.setattr(crossover._Sides, "start", lambda sides, pool: _Made())
     seconds = {"mosaic_gpu": Timing(1, [1.0]), "triton": Timing(1, [2.0])}
-    monkeypatch.setattr(tune_crossover, "times", lambda *_: (seconds, {}))
-    run = records.Run.start("tune", tmp_path, commit="abc")
-    at = "causal", 64, "backward"
-    rows = list(tune_crossover.measure(run, *at, [256], 1))
-    assert [row["peer"] for row in rows] == list(tune_crossover.BACKENDS)
-    assert tune_crossover.crossover(rows) == 256
-    written = [json.loads(x) for x in run.path.read_text().splitlines()]
-    assert [row["seconds"] for row in written] == [1.0, 2.0]
-    assert np.unique([row["feature"] for row in written]) == ["crossover: causal"]
+    monkeypatch.setattr(crossover, "times", lambda *_: (seconds, {}))
+    rows = list(crossover.measure("causal", 64, "backward", [256], 1))
+    assert [row["peer"] for row in rows] == list(crossover.BACKENDS)
+    assert crossover.crossover(rows) == 256
+    assert [row["seconds"] for row in rows] == [1.0, 2.0]
+    assert {row["feature"] for row in rows} == {"crossover: causal"}
 
 
 class _Made:
@@ -272,7 +198,7 @@ class _Made:
 @pytest.fixture
 def on_xla(monkeypatch):
     """The tuner as for an H100, of small calls that the xla backend runs here."""
-    attention = tune_problems.Problem.attention
+    attention = problems.Problem.attention
 
     def on_any(problem, implementation, config):
         return attention(problem, "xla", None)
@@ -281,51 +207,108 @@ def on_xla(monkeypatch):
         with on_gpu(H100):
             return own(problem)
 
-    own = tune_mosaic.call_of
-    monkeypatch.setattr(tune_mosaic, "call_of", call_of)
-    monkeypatch.setattr(tune_problems.Problem, "attention", on_any)
-    monkeypatch.setattr(tune_mosaic, "HIDDEN", 64)
-    monkeypatch.setattr(tune_mosaic, "TOKENS", 256)
-    monkeypatch.setattr(tune_mosaic, "_STAGES", (2,))
+    own = hopper.call_of
+    monkeypatch.setattr(hopper, "call_of", call_of)
+    monkeypatch.setattr(problems.Problem, "attention", on_any)
+    monkeypatch.setattr(hopper, "HIDDEN", 64)
+    monkeypatch.setattr(hopper, "TOKENS", 256)
+    monkeypatch.setattr(hopper, "_STAGES", (2,))
     monkeypatch.setattr(device, "device_kind", lambda: H100)
     monkeypatch.setattr(device, "capability", lambda: 90)
+    monkeypatch.setenv(user_tables.VARIABLE, user_tables.OFF)  # and restored
+    yield
+    tune._forget()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has the kernels themselves")
-@pytest.mark.parametrize("which", ["crossovers", *deeply("blocks")])
-def test_the_tuner_from_its_flags_to_its_table(which, on_xla, tmp_path, monkeypatch):
-    short = tune_mosaic._shape(64, 128, True)
-    bias = tune_mosaic._bias(1, 128)
-    monkeypatch.setattr(
-        tune_mosaic,
-        "problems",
-        lambda *_: [
-            tune_problems.Problem(short),
-            tune_problems.Problem(short, arrays={"bias": bias}, operand="bias"),
-        ],
-    )
-    given = {"tables_dir": str(tmp_path), "results_dir": str(tmp_path), "what": which}
-    given |= {"head_sizes": "64", "repeats": "1", "ladder": "64,128"}
-    given |= {"kernels": "backward,dbias,forward", "regimes": "any,few keys"}
-    given |= {"conditions": "plain,bias and its gradient"}
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["tune"])
-    with flagsaver.as_parsed(**given):
-        tune.main()
-    name = tables.table_path("mosaic_gpu", H100).name
-    found, before = json.loads((tmp_path / name).read_text()), _table_of(H100)
-    rows = [json.loads(x) for x in (tmp_path / "tune.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("part", ["crossovers", *deeply("blocks")])
+def test_the_tuner_from_its_command_to_its_table(
+    part, on_xla, tmp_path, monkeypatch, capsys
+):
+    short, bias = hopper._shape(64, 128, True), hopper._bias(1, 128)
+    with_bias = problems.Problem(short, arrays={"bias": bias}, operand="bias")
+    calls = [problems.Problem(short), with_bias]
+    monkeypatch.setattr(hopper, "problems", lambda *_: calls)
+    monkeypatch.setattr(crossover, "LADDER", (64, 96, 128))
+    only = {
+        "crossovers": "crossover, (plain|bias and its gradient), heads of 64, backward",
+        "blocks": "mosaic_gpu (forward|backward|dbias), heads of 64, (any|few keys)",
+    }
+    log = tmp_path / "timings.jsonl"
+    command = ["--quick", "--rounds=1", f"--only={only[part]}"]
+    before = measured.of_gpu(H100)
+    tune.main([*command, f"--folder={tmp_path}", f"--timings={log}"])
+    path = tmp_path / tables.table_path("mosaic_gpu", H100).name
+    said = capsys.readouterr().out
+    assert str(path) in said and "attach the files to an issue" in said
+    found = json.loads(path.read_text())
+    rows = [json.loads(x) for x in log.read_text().splitlines()]
     assert rows and all(row["seconds"] > 0 for row in rows)
-    assert found["numbers"] == before["numbers"]
-    if which == "blocks":
+    assert {row["device"] for row in rows} == {found["gpu"]} == {H100}
+    if part == "blocks":
         assert {row["pass"] for row in rows} == {"forward", "backward", "dbias"}
-        assert found["crossovers"] == before["crossovers"]
-        assert set(found["blocks_measured"]) > set(before["blocks_measured"])
-    else:
-        assert {row["pass"] for row in rows} == {"forward", "backward"}
-        assert found["blocks"] == before["blocks"]
-        assert "benchmarks.tune" in found["crossovers"]["plain"]["95"]["measured"]
+        assert {k: list(x) for k, x in found["blocks"].items()} == {
+            kernel: ["64"] for kernel in ("forward", "backward", "dbias")
+        }
+        assert found["crossovers"] == {}
+    else:  # every second rung
+        assert {row["keys"] for row in rows} == {64, 128}
+        points = found["crossovers"]
+        assert set(points) == {"plain", "bias and its gradient"}
+        keys = points["plain"]["64"]["backward"]
+        now = measured.of_gpu(H100).crossover("plain", 64)
+        assert now.backward == (math.inf if keys is None else keys)
+        assert now.forward == before.crossover("plain", 64).forward
 
 
-def _table_of(gpu: str) -> dict:
-    return json.loads(tables.table_path("mosaic_gpu", gpu).read_text())
+@pytest.mark.parametrize(
+    ("gpu", "capability", "words"),
+    [(None, 90, "JAX sees none"), ("Tesla T4", 75, "Tesla T4 runs no kernels")],
+)
+def test_the_tuner_says_where_there_are_no_kernels(monkeypatch, gpu, capability, words):
+    monkeypatch.setattr(device, "device_kind", lambda: gpu)
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    with pytest.raises(SystemExit, match=words):
+        tune.main(["--folder=unused"])
+
+
+def test_what_most_calls_have_is_tuned_first():
+    """Five minutes must be enough for it."""
+    with on_gpu(H100):
+        names = [step.name for step in tune.steps(90)]
+    assert len(names) == len(set(names))
+    first = names[: names.index("crossover, causal, heads of 64, backward") + 1]
+    assert len(first) == 24
+    assert all("heads of 64" in x or "heads of 128" in x for x in first)
+    assert first[0] == "mosaic_gpu forward, heads of 128, many keys"
+    assert "triton dq, heads of 64, plain" in first
+    assert not any("crossover" in step.name for step in tune.steps(89))
+
+
+def test_the_tuner_goes_on_after_what_does_not_fit(monkeypatch, tmp_path, capsys):
+    """And begins nothing when its time is over."""
+
+    def measure(given):
+        yield {}
+
+    def fails(given):
+        raise ValueError("no blocks fit")
+
+    def found(given, rows):
+        return "blocks", ("dq", 64, {"plain": [64, 64, 4, 2]}), "found"
+
+    steps = [tune.Step(x.__name__, "triton", 0, x, found) for x in (fails, measure)]
+    monkeypatch.setattr(tune, "steps", lambda capability: steps)
+    monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA L4")
+    monkeypatch.setattr(device, "capability", lambda: 89)
+    monkeypatch.setenv(user_tables.VARIABLE, user_tables.OFF)  # and restored
+    with pytest.raises(SystemExit, match="no table was written"):
+        tune.main([f"--folder={tmp_path}", "--minutes=-1"])
+    assert "2 steps not begun" in capsys.readouterr().out
+    tune.main([f"--folder={tmp_path}"])
+    said = capsys.readouterr().out
+    assert "fails: skipped, ValueError: no blocks fit" in said
+    assert "measure: found" in said
+    (path,) = tmp_path.iterdir()
+    assert set(json.loads(path.read_text())["blocks"]) == {"dq"}
+    tune._forget()

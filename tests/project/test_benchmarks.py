@@ -28,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.programs import JaxPeer, TorchPeer
 from benchmarks.shapes import PASSES, Shape
+from jax_flash2.tune.problems import random_mask
 from tests.tiers import deep, deeply
 
 TOY = Shape(2, 64, 2, 2, 16, True, "float32")
@@ -200,7 +201,7 @@ def test_of_rows_about_the_same_the_last_counts(tmp_path):
 def test_timing_takes_turns_and_goes_on_after_a_failure(monkeypatch):
     """On a clock that the first call after another program's takes three seconds of."""
     calls, clock = [], [0.0]
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(harness.timing.time, "perf_counter", lambda: clock[0])
 
     def program(name, fails_at=None):
         def call():
@@ -335,7 +336,7 @@ def test_torch_peers(tmp_path, shape):
 
 
 def test_a_random_mask_has_no_block_of_one_kind():
-    mask = np.asarray(harness.random_mask(256))
+    mask = np.asarray(random_mask(256))
     kept = mask.reshape(16, 16, 16, 16).mean((1, 3))
     assert mask.shape == (1, 1, 256, 256)
     assert kept.min() > 0.0 and kept.max() < 1.0

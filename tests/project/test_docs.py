@@ -17,6 +17,7 @@ MODULES = (
     "jax_flash2._merge",
     "jax_flash2._rows",
     "jax_flash2.nn",
+    "jax_flash2.plot",
     "pallas_kernels.configs",
 )
 

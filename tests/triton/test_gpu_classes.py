@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tune_triton
 from jax_flash2 import Blocks, Config, attention
+from jax_flash2.tune import triton as tune_triton
 from pallas_kernels import device, tables
 from pallas_kernels.triton import tuning
 from tests.lowering import lower_for_gpu

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tune, tune_tables, tune_triton
 from jax_flash2 import attention
+from jax_flash2.tune import blocks as tune_blocks
+from jax_flash2.tune import triton as tune_triton
 from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
 from pallas_kernels.triton import tuning
@@ -17,7 +18,6 @@ from tests.tiers import deeply
 
 H200 = "NVIDIA H200"
 TABLES = sorted(tables.TUNING.glob("triton_nvidia_*.json"))
-SIZES = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -30,7 +30,7 @@ def test_tables_are_whole_and_fit(path):
             assert "plain" in regimes
             assert set(regimes) <= set(tables.REGIMES)
             for regime, blocks in regimes.items():
-                size = SIZES.get(regime, 2)
+                size = tuning.ITEMSIZES.get(regime, 2)
                 need = tuning.shared_memory(kernel, Blocks(*blocks), (head,) * 2, size)
                 assert need <= 227 << 10, (kernel, head, regime)
 
@@ -168,20 +168,17 @@ def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
                 best = Blocks(*tuned[regime])
                 assert dataclasses.replace(first, num_stages=best.num_stages) == best
             for blocks in others:
-                size = tune_triton.itemsize(regime)
+                size = tuning.ITEMSIZES.get(regime, 2)
                 need = tuning.shared_memory(kernel, blocks, (head, head), size)
                 assert need <= 227 << 10
 
 
-def _row(blocks, seconds, length=64):
-    shape = {"head_size": 128, "length": length}
-    row = {"pass": "dq", "shape": shape, "peer": "plain", "feature": blocks}
-    return row | ({} if seconds is None else {"seconds": seconds})
+def _row(blocks, seconds):
+    return {"feature": blocks} | ({} if seconds is None else {"seconds": seconds})
 
 
 def test_best_takes_the_smallest_mean_by_a_margin():
     now, other, half_done, broken = [64, 64, 4, 2], [64, 64, 4, 3], [1] * 4, [2] * 4
-    at = ("dq", 128, "plain")
 
     def best(a, b):
         rows = [
@@ -190,31 +187,9 @@ def test_best_takes_the_smallest_mean_by_a_margin():
             _row(half_done, 0.1),
             _row(broken, None),
         ]
-        return tune.best([*rows, _row(now, 1.0, 128), _row(other, b, 128)])[at]
+        return tune_blocks.best([*rows, _row(now, 1.0), _row(other, b)])
 
-    assert best(0.5, 1.5) == other
-    assert best(0.999, 1.0) == now
-    assert best(0.9, 1.2) == now
-
-
-def test_a_table_keeps_what_was_not_measured(tmp_path):
-    path = tmp_path / "nvidia_x.json"
-    made = {"date": "today"}
-    tune_tables.write(
-        path, "triton", "NVIDIA X", made, {("dq", 64, "plain"): [16, 16, 4, 1]}
-    )
-    tune_tables.write(
-        path, "triton", "NVIDIA X", made, {("dq", 64, "few"): [32, 16, 4, 1]}
-    )
-    found = json.loads(path.read_text())
-    assert found["gpu"] == "NVIDIA X"
-    dq = found["blocks"].pop("dq")
-    assert dq["64"] == {
-        **tables.table("triton", H200)["dq"]["64"],
-        "plain": [16, 16, 4, 1],
-        "few": [32, 16, 4, 1],
-    }
-    others = dict(tables.table("triton", H200))
-    del others["dq"]
-    assert found["blocks"] == others
-    assert found["numbers"] == tables.read("triton", H200)["numbers"]
+    found, gain = best(0.5, 1.5)
+    assert found == other and gain == pytest.approx(0.75**-0.5)
+    assert best(0.999, 1.0) == (now, 1.0)
+    assert best(0.9, 1.2) == (now, 1.0)

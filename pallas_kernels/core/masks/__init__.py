@@ -6,6 +6,7 @@ The mask of a call is the AND of its atoms (`core.spec`). Two atoms combine to o
 
 from pallas_kernels.core.masks.base import Atom, Limits, Relation, Tiling, Traits
 from pallas_kernels.core.masks.dense import DenseMask
+from pallas_kernels.core.masks.known import split
 from pallas_kernels.core.masks.lengths import Lengths
 from pallas_kernels.core.masks.listed import Listed
 from pallas_kernels.core.masks.mod import MaskMod
@@ -24,4 +25,5 @@ __all__ = [
     "Tiling",
     "Traits",
     "Window",
+    "split",
 ]

@@ -9,6 +9,7 @@ from pallas_kernels.core.pointwise.program import (
     SCORE,
     TABLES,
     Program,
+    compact,
 )
 from pallas_kernels.core.pointwise.trace import Traced, float_reads, trace
 from pallas_kernels.core.pointwise.walk import NotPointwise
@@ -25,6 +26,7 @@ __all__ = [
     "Program",
     "Traced",
     "bind",
+    "compact",
     "float_reads",
     "intervals",
     "of_bound",

@@ -15,6 +15,7 @@ from pallas_kernels.core.pointwise.program import (
     Constant,
     Program,
     Step,
+    compact,
     only_live,
     renumbered,
 )
@@ -87,14 +88,7 @@ def bind(traced: Traced, places: Mapping[str, Place], pairs: Place, *, fixed: bo
             step = step._replace(args=args)
         new[first + number] = add(step)
     outputs = renumbered(program.outputs, new)
-    bound = only_live(Program(program.inputs, tuple(steps), outputs), outputs)
-    kept = [step.params[0] for step in bound.reads]
-    order = {number: i for i, number in enumerate(kept)}
-    final = (
-        x._replace(params=(order[x.params[0]],)) if x.primitive is None else x
-        for x in bound.steps
-    )
-    bound = dataclasses.replace(bound, steps=tuple(final))
+    bound, kept = compact(Program(program.inputs, tuple(steps), outputs))
     return Bound(bound, tuple(arrays[i] for i in kept), tuple(kept))
 
 

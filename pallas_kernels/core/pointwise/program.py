@@ -275,5 +275,20 @@ def only_live(program: Program, outputs: Sequence[Argument]) -> Program:
     return Program(program.inputs, tuple(steps), renumbered(outputs, new))
 
 
+def compact(program: Program) -> tuple[Program, list[int]]:
+    """The program with live steps alone, and which captured arrays it still reads.
+
+    These have the numbers 0, 1 and so on in the new program.
+    """
+    found = only_live(program, program.outputs)
+    kept = [step.params[0] for step in found.reads]
+    order = {number: i for i, number in enumerate(kept)}
+    steps = (
+        x._replace(params=(order[x.params[0]],)) if x.primitive is None else x
+        for x in found.steps
+    )
+    return dataclasses.replace(found, steps=tuple(steps)), kept
+
+
 def renumbered(args: Sequence[Argument], new: Mapping[int, int]):
     return tuple(x if isinstance(x, Constant) else new[x] for x in args)

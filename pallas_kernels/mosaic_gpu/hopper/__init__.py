@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device, passes
+from pallas_kernels import device, passes, user_tables
 from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named, batch_axes, operand_sum
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import dropout, memory, pairwise, support
+from pallas_kernels.mosaic_gpu import dropout, measured, memory, pairwise, support
 from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
@@ -254,3 +254,30 @@ def backward(plans, call: Call, saved, wanted):
     if "sink" in wanted:
         gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])
     return gradients
+
+
+def _unfit(kernel: str, size: int, regime: str, blocks: Blocks) -> str | None:
+    """Why a kernel cannot have blocks of a user's table, or None."""
+    del regime
+    # Above 192 each gradient has a kernel: "backward" is tuned for heads of 160.
+    head = 160 if (kernel, size) == ("backward", 256) else size
+    sizes = {"t": 1024, "s": 1024, "h": head, "d": head}
+    if kernel == "forward":
+        width = memory.forward_tiles(sizes)
+        return forward_plan.unfit(blocks, (width["h"], width["d"]), jnp.bfloat16)
+    pair_values = jnp.bfloat16 if kernel == "dbias" else None
+    return gradient_blocks.unfit(kernel, blocks, sizes, pair_values=pair_values)
+
+
+user_tables.KNOWN[measured.BACKEND] = user_tables.Known(
+    sizes={
+        "forward": (64, 128, 256),
+        "backward": (64, 128, 256),
+        "dkv": (256,),
+        "dq": (256,),
+        "dbias": (64, 128),
+    },
+    regimes=measured.REGIMES,
+    conditions=measured.CONDITIONS,
+    unfit=_unfit,
+)

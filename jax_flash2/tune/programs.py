@@ -1,4 +1,4 @@
-"""Programs that `benchmarks.tune` times: a forward, or some gradients of a backward."""
+"""Programs that the tuner times: a forward, or some gradients of a backward."""
 
 import dataclasses
 import functools
@@ -7,9 +7,14 @@ from concurrent.futures import Executor, Future
 
 import jax
 
-from benchmarks import harness, programs
-from benchmarks.harness import Program
-from benchmarks.tune_problems import Problem
+from jax_flash2.tune import timing
+from jax_flash2.tune.problems import Problem
+from jax_flash2.tune.timing import Program
+
+
+def lower(function: Callable, *arguments) -> jax.stages.Lowered:
+    """`function` lowered for `arguments` (arrays or structs), jitted."""
+    return jax.jit(function).lower(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +54,14 @@ class Timed:
         *rows, do = self._rows()
         inputs = self._inputs(rows)
         if self.wanted is None:
-            return programs.lower(self.attention, *inputs)
+            return lower(self.attention, *inputs)
         saved, tree = jax.tree.flatten(jax.eval_shape(self._saving, *inputs))
 
         def backward(saved, do):
             gradients = tree.unflatten(saved)(do)
             return [gradients[i] for i in self.wanted or ()]
 
-        return programs.lower(backward, saved, do)
+        return lower(backward, saved, do)
 
     def compile(self, pool: Executor) -> Future:
         """Lowers it now, and compiles it in the pool. Failures are of the result."""
@@ -71,7 +76,7 @@ class Timed:
         """Likewise the forward that saves what a backward takes; None if none does."""
         if self.wanted is None:
             return None
-        lowered = programs.lower(self._saving, *self._inputs(self._rows()))
+        lowered = lower(self._saving, *self._inputs(self._rows()))
         return pool.submit(lowered.compile)
 
     def arguments(self, saving: Future | None) -> list:
@@ -97,18 +102,18 @@ def times(
     Args:
       compiling: by name, as of `Timed.compile`.
       arguments: by name; called once for each that compiled.
-      rounds: as of `harness.time_interleaved`.
+      rounds: as of `timing.time_interleaved`.
     """
     running, failures = {}, {}
     for name, future in compiling.items():
         try:
             call = functools.partial(future.result(), *arguments(name))
         except Exception as error:  # what does not compile is a result
-            failures[name] = harness.describe(error)
+            failures[name] = timing.describe(error)
             continue
-        running[name] = Program(call, jax.block_until_ready, lambda _: {}, memory={})
+        running[name] = Program(call, jax.block_until_ready)
     # There are many, and they draw about as much power as each other.
-    timings, later = harness.time_interleaved(
+    timings, later = timing.time_interleaved(
         running, rounds=rounds, min_seconds=0.01, settle_seconds=0.02
     )
     return timings, {**failures, **later}

@@ -1,4 +1,4 @@
-"""What `benchmarks.tune` times of the Mosaic GPU kernels: blocks, and when they win.
+"""What the tuner times of the Mosaic GPU kernels: blocks, and when they win.
 
 Candidates are all blocks that a kernel can have by its own declaration of shared memory
 (`forward_plan.unfit`, `gradient_blocks.unfit`). A condition of
@@ -8,19 +8,16 @@ Candidates are all blocks that a kernel can have by its own declaration of share
 import functools
 import itertools
 from collections.abc import Callable
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_flash2
-from benchmarks import harness
-from benchmarks.shapes import Shape
-from benchmarks.tune_problems import HIDDEN, TOKENS, Problem
+from jax_flash2 import _api
+from jax_flash2.tune.problems import HIDDEN, TOKENS, Problem, Shape, random_mask
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
-from pallas_kernels.mosaic_gpu import hopper, measured, memory
+from pallas_kernels.mosaic_gpu import measured, memory
 from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
 
 BACKEND = measured.BACKEND
@@ -156,7 +153,7 @@ def ladder(condition: str, head_size: int, keys: int) -> list[Problem]:
         rows = shape(max(_FEWEST_QUERIES, 8 * (keys // 7)), False)
         return [Problem(rows, {"local_window_size": (rows.length // 2, None)})]
     if condition == "mask":
-        mask = {"mask": harness.random_mask(plain.length)[..., :keys]}
+        mask = {"mask": random_mask(plain.length)[..., :keys]}
         return [all_keys(arrays=mask)]
     if condition == "dropout":
         seed = {"dropout_rng": jax.random.PRNGKey(0)}
@@ -202,22 +199,30 @@ FORWARD_ONLY = ("documents", "copied")
 
 def call_of(problem: Problem) -> Call:
     """The call that a backend is asked about, of shapes."""
-    asked: list[Call] = []
-    own = hopper.plan
-
-    def plan(call, pass_):
-        asked.append(call)
-        return own(call, pass_)
-
     q, k, v, _ = jax.eval_shape(problem.rows, *problem.shape.structs())
-    with mock.patch.object(hopper, "plan", plan):
-        jax_flash2.explain(
-            q, k, v, is_causal=problem.shape.causal, **problem.static, **problem.arrays
-        )
-    return asked[0]
+    options = {"is_causal": problem.shape.causal, **problem.static}
+
+    found: list[Call] = []
+
+    def check(q, k, v, arrays) -> None:
+        call = _api.given(q, k, v, **options, **arrays).checked()
+        found.append(call.structs)
+
+    jax.eval_shape(check, q, k, v, problem.arrays)
+    return found[0]
 
 
 def mean_keys(problem: Problem) -> int:
     """Keys for a query, on average, as the library reckons them."""
     call = call_of(problem)
     return call.spec.mean_keys(call.size["s"])
+
+
+def key(kernel: str, head_size: int) -> int:
+    """The size in a table that has the blocks of a kernel for a head size."""
+    return min(x for x in measured.here().blocks[kernel] if head_size <= x)
+
+
+def band(head_size: int) -> int:
+    """The size in a table that has the crossover points of a head size."""
+    return min(x for x in BANDS if head_size <= x)

@@ -1,17 +1,22 @@
-"""What `benchmarks.tune` times of the Triton kernels: blocks, by regime."""
+"""What the tuner times of the Triton kernels: blocks, by regime."""
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
-from benchmarks.tune_problems import Problem, problems
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash2.tune.problems import HIDDEN, TOKENS, Problem, Shape, random_mask
 from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks
 from pallas_kernels.triton import support, tuning
 
 BACKEND = "triton"
 KERNELS = configs.KERNELS
-# A table's size serves those below it, too: of 192, 160 is one for keys and values.
-HEAD_SIZES = (64, 80, 96, 128, 160, 256, 512)
+HEAD_SIZES = tuple(tuning.TUNED_SIZES.get(size, size) for size in tables.HEADS)
 REGIMES = tuple(tables.REGIMES)
 _REGISTERS = 65536  # of a multiprocessor
 
@@ -26,24 +31,19 @@ def kernels(regime: str, head_size: int) -> list[str]:
     return [name for name in names if name != "dbias" or with_operand]
 
 
-def itemsize(regime: str) -> float:
-    sizes = {"float32": 4, "float32 highest": tuning.SPLIT_ITEMSIZE}
-    return sizes.get(regime, 2)
-
-
 def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     """Blocks that fit shared memory, and registers by a rough count; the table's first.
 
     The rows of the block that a program owns are divided among its warps, 16 each. What
     is too small to be fast is left out.
     """
-    heads, size = (head_size, head_size), itemsize(regime)
+    heads, size = (head_size, head_size), tuning.ITEMSIZES.get(regime, 2)
     limit = device.shared_memory_limit()
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"pair_bytes": pair_bytes, "gpu": device.device_kind()}
-    room = {"limit": limit, "columns": device.tensor_memory_columns()}
-    room |= {"dropout": regime == "dropout"}
+    room: dict[str, Any] = {"columns": device.tensor_memory_columns()}
+    room |= {"limit": limit, "dropout": regime == "dropout"}
     options |= room
     keeps_left = support.reads_left_from_shared_memory()
     options |= {"keeps_left": keeps_left}
@@ -71,7 +71,8 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         values += own * kept * head_size / 2
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
         need = tuning.shared_memory(kernel, blocks, heads, size, pair_bytes)
-        large = 2**12 if half and head_size <= 128 else 2**10
+        has_room = half and head_size <= 128 and limit > 200 << 10
+        large = 2**12 if has_room else 2**10
         if half and (own < 16 * blocks.num_warps or other < 32):
             continue
         if head_size <= 128 and half and blocks.num_stages == 1:
@@ -98,3 +99,73 @@ def problems_of(kernel: str, regime: str, head_size: int) -> list[Problem]:
 def field(kernel: str) -> str:
     """Of `Config`, the field that has a kernel's blocks."""
     return kernel
+
+
+def key(kernel: str, head_size: int) -> int:
+    """The size in a table that has the blocks of a kernel for a head size."""
+    del kernel
+    return tables.bucket(head_size)
+
+
+def problems(regime: str, head_size: int) -> list[Problem]:
+    """What the blocks of a regime are chosen on."""
+    # Enough for more than a few programs.
+    hidden_heads = max(16, HIDDEN // head_size)
+
+    def shape(length, causal=True, heads=hidden_heads, batch=None, dtype="bfloat16"):
+        batch = batch or TOKENS // length
+        return Shape(batch, length, heads, heads, head_size, causal, dtype)
+
+    documents = np.arange(8192) // 1024
+    rows = jnp.asarray(np.broadcast_to(documents, (2, 8192)), jnp.int32)
+    if regime == "plain":
+        cases = [(2048, False), (4096, True), (4096, False)]
+        alibi = {"alibi_slopes": jnp.exp2(-jnp.arange(1.0, hidden_heads + 1))}
+        return [
+            *(Problem(shape(*case)) for case in cases),
+            Problem(shape(4096), arrays=alibi, operand="alibi_slopes"),
+        ]
+    if regime == "long":
+        cases = [(8192, True), (TOKENS, True), (TOKENS, False)]
+        return [Problem(shape(*case)) for case in cases]
+    if regime == "single":
+        return [Problem(shape(TOKENS, x, heads=1, batch=1)) for x in (True, False)]
+    if regime == "few":
+        cases = [(2, True), (4, False), (8, True)]
+        return [Problem(shape(TOKENS, x, heads=n, batch=1)) for n, x in cases]
+    if regime == "short":
+        return [
+            Problem(shape(8192), arrays={"query_segment_ids": rows}),
+            Problem(shape(8192), arrays={"query_segment_ids": jnp.zeros_like(rows)}),
+            Problem(shape(8192), {"local_window_size": (1023, None)}),
+            Problem(shape(1024)),
+        ]
+    if regime == "whole":
+        lengths = jnp.asarray(np.arange(1, 1 + TOKENS // 512) * 16, jnp.int32)
+        return [
+            Problem(shape(512, False)),
+            Problem(shape(512, False), arrays={"key_value_seq_lengths": lengths}),
+        ]
+    if regime == "decode":
+        return [
+            Problem(Shape(b, s, 32, k, head_size, True, "bfloat16"), queries=t)
+            for b, t, s, k in ((16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8))
+        ]
+    if regime == "heavy":
+        mask = random_mask(4096)
+        return [
+            Problem(shape(4096), arrays={"mask": mask}),
+            Problem(shape(4096), {"logits_soft_cap": 30.0}),
+        ]
+    if regime == "dropout":
+        key = jax.random.PRNGKey(0)
+        return [Problem(shape(4096), {"dropout_rate": 0.1}, {"dropout_rng": key})]
+    if regime == "bias":
+        # One that fits the GPU's cache, and one that does not.
+        draw = functools.partial(jax.random.normal, jax.random.key(0))
+        biases = [draw((1, n, 4096, 4096), jnp.bfloat16) for n in (1, hidden_heads)]
+        return [
+            Problem(shape(4096), arrays={"bias": b}, operand="bias") for b in biases
+        ]
+    precision = "highest" if regime == "float32 highest" else "default"
+    return [Problem(shape(4096, dtype="float32"), {"precision": precision})]

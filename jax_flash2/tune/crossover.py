@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from benchmarks import records, tune_mosaic
-from benchmarks.tune_problems import Problem
-from benchmarks.tune_programs import Timed, times
+from jax_flash2.tune import hopper
+from jax_flash2.tune.problems import Problem
+from jax_flash2.tune.programs import Timed, times
 
 PASSES = ("forward", "backward")
 BACKENDS = ("mosaic_gpu", "triton")
@@ -21,7 +21,7 @@ LADDER = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 def passes(condition: str) -> tuple[str, ...]:
     """Those that a condition has crossover points of."""
-    return PASSES[:1] if condition in tune_mosaic.FORWARD_ONLY else PASSES
+    return PASSES[:1] if condition in hopper.FORWARD_ONLY else PASSES
 
 
 def timed(problem: Problem, which: str, backend: str) -> Timed:
@@ -56,7 +56,6 @@ def _has_failed(future: Future) -> bool:
 
 
 def measure(
-    run: records.Run,
     condition: str,
     head_size: int,
     which: str,
@@ -67,19 +66,19 @@ def measure(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         started = []
         for keys in ladder:
-            for problem in tune_mosaic.ladder(condition, head_size, keys):
+            for problem in hopper.ladder(condition, head_size, keys):
                 sides = {x: timed(problem, which, x) for x in BACKENDS}
                 started.append((keys, problem, _Sides.start(sides, pool)))
     for keys, problem, sides in started:
         timings, failures = times(sides.compiling, sides.arguments, rounds)
-        about = {"keys": keys, "mean_keys": tune_mosaic.mean_keys(problem)}
+        about = {"keys": keys, "mean_keys": hopper.mean_keys(problem)}
         about |= {"shape": dataclasses.asdict(problem.shape), "pass": which}
         about |= {"arguments": [*problem.static, *problem.arrays]}
         for backend in BACKENDS:
             row = {**about, "peer": backend, "failure": failures.get(backend)}
             row |= {"feature": f"crossover: {condition}"}
             row |= timings[backend].row() if backend in timings else {}
-            yield run.write(row)
+            yield row
 
 
 def crossover(rows: Iterable[dict]) -> float | None:
@@ -110,7 +109,8 @@ def crossover(rows: Iterable[dict]) -> float | None:
             gains[keys] = gains.get(keys, 0.0) + gain
     if not gains:
         return None
-    found, most, gain = math.inf, 0.0, 0.0
+    found: float = math.inf
+    most = gain = 0.0
     for keys in sorted(gains, reverse=True):
         gain += gains[keys]
         if gain >= most:
@@ -118,7 +118,7 @@ def crossover(rows: Iterable[dict]) -> float | None:
     below = max((keys for keys in gains if keys < found), default=None)
     if math.isinf(found) or below is None:
         return found
-    slower, faster = gains[below], max(gains[found], 0.0)
+    slower, faster = gains[below], max(gains[int(found)], 0.0)
     part = 1.0 if math.isinf(slower) else slower / (slower - faster)
     return round(below * (found / below) ** part)
 
