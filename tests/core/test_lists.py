@@ -185,7 +185,9 @@ def test_blocks_of_other_rows(seeds):
         numbers = [_numbering(rng, n) for n in (t, s)]
         rows = [np.asarray(x.at(jnp.arange(n))) for x, n in numbers]
         named = (
-            dataclasses.replace(x, first=x.first and Named(jnp.int32(x.first), ()))
+            x
+            if x.first is None
+            else dataclasses.replace(x, first=Named(jnp.int32(x.first), ()))
             for x, _ in numbers
         )
         tiling = Tiling(*tiles, *(n for _, n in numbers), Positions(0, *named))
