@@ -40,7 +40,7 @@ def relation(spec: AttentionSpec, tiling: Tiling, pairs: int) -> Relation:
     at_once = max(1, min(size, pairs // (tiling.block_q * tiling.block_kv)))
     # The open ones first, as numbers in `codes`.
     numbers = jnp.arange(size, dtype=jnp.int32)
-    order = lax.sort(jnp.where(is_open, numbers, numbers + size))
+    order = lax.sort(jnp.where(is_open, numbers, numbers + size), is_stable=False)
     order = jnp.pad(lax.rem(order, jnp.int32(size)), (0, at_once))
     count = jnp.sum(is_open, dtype=jnp.int32)
     fields = jax.tree.map(lambda x: blocked(x.squeezed(), tiling.blocks), spec)

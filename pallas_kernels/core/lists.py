@@ -70,7 +70,8 @@ class BlockList:
             value = jnp.where(last, jnp.minimum(value, 1), value)
         # Edges first, then full blocks: one array of distinct numbers to sort.
         rank = jnp.where(value == 0, 2, value - 1)
-        order = lax.rem(lax.sort(rank * others + numbers), jnp.int32(others))
+        ranked = lax.sort(rank * others + numbers, is_stable=False)
+        order = lax.rem(ranked, jnp.int32(others))
 
         def flat(x: jax.Array) -> Named:
             x = x.reshape(*x.shape[: len(lead)], -1)

@@ -112,29 +112,35 @@ def test_walks_are_those_of_the_kernels_blocks(seeds):
     """Parts of the list's blocks, but none beyond the rows; edges come first."""
     with jax.default_device(CPU):
         for seed in range(seeds):
-            walk, fine = _random_walk(np.random.default_rng(seed))
-            _check_walk(np.random.default_rng(seed), walk, fine)
+            rng = np.random.default_rng(seed)
+            # The first: a full block, and one that ends beyond the rows.
+            drawn = _random_list(rng) if seed else (3, np.int32([[0, 1], [2, 1]]), 56)
+            walk, fine = _walk(*drawn, own=int(rng.integers(0, 2)) if seed else 1)
+            _check_walk(rng, walk, fine)
             if seed < 2:
                 _check_folds(walk, fine)
 
 
-def _random_walk(rng):
-    """A walk in blocks of 16 rows, and the code of each of them."""
-    parts, block, others = int(rng.integers(1, 4)), 16, int(rng.integers(1, 5))
-    visited = parts * block
-    size = int(rng.integers((others - 1) * visited + 1, others * visited + 1))
+def _random_list(rng) -> tuple[int, np.ndarray, int]:
+    """Blocks of 16 rows in one of the list, codes, and rows."""
+    parts, others = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    size = int(rng.integers((others - 1) * parts * 16 + 1, others * parts * 16 + 1))
     code = np.int32(rng.integers(0, 3, (2, others)))
     if not rng.integers(0, 3):
         code[:] = rng.choice([0, 1, 2])
-    arrays = BlockList.of(
-        Named(jnp.asarray(code), ("i", "j")), own=32, visited=visited, size=size
-    )
+    return parts, code, size
+
+
+def _walk(parts: int, code: np.ndarray, size: int, own: int):
+    """Of a block of own rows, in blocks of 16 rows, and the code of each of these."""
+    visited = 16 * parts
+    named = Named(jnp.asarray(code), ("i", "j"))
+    arrays = BlockList.of(named, own=32, visited=visited, size=size)
     listed = jax.tree.map(lambda x: Elements(np.asarray(x.value)), arrays)
     if size % visited:
         code[:, -1] = np.minimum(code[:, -1], 1)
-    own = int(rng.integers(0, 2))
-    walk = listed.walk(np.int32(own * 32 + 16), block)
-    return walk, np.repeat(code[own], parts)[: -(-size // block)]
+    walk = listed.walk(np.int32(own * 32 + 16), 16)
+    return walk, np.repeat(code[own], parts)[: -(-size // 16)]
 
 
 def _check_walk(rng, walk, fine: np.ndarray) -> None:
