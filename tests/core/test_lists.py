@@ -153,7 +153,9 @@ def _check_walk(rng, walk, fine: np.ndarray) -> None:
         assert (int(one.count), int(one.edges)) == (value > 0, value == 1)
     count = int(rng.integers(2, 5))
     pieces = [walk.part(np.int32(i), count) for i in range(count)]
-    assert [y for x in pieces for y in visits(x, x.at)] == expected
+    found = [visits(x, x.at) for x in pieces]
+    assert [y for x in found for y in x] == expected
+    assert [int(x.edges) for x in pieces] == [sum(m for m, _ in x) for x in found]
     all_edges = [(1, x) for _, x in expected]
     assert visits(walk, walk.all_edges().at) == all_edges
     assert visits(walk, walk.all_edges(jnp.int32(0)).at) == expected
