@@ -15,6 +15,7 @@ from pallas_kernels.core.positions import Numbering, Positions
 from tests.core.test_pointwise import boolean
 from tests.tiers import deeply
 
+SEEDS = (1, 10, 31)  # of `test_blocks_of_other_rows`
 CPU = jax.local_devices(backend="cpu")[0]
 
 
@@ -177,36 +178,39 @@ def _check_folds(walk, fine: np.ndarray) -> None:
     )
 
 
-@pytest.mark.parametrize("seeds", [3, *deeply(200)])
+# A run of rows, and stripes, of which blocks straddle those of the lists.
+@pytest.mark.parametrize("seeds", [SEEDS, *deeply(range(200))])
 def test_blocks_of_other_rows(seeds):
     """Lists of all rows, for other blocks, and for a device's rows: they miss no pair.
 
     Where rows are runs that a list's blocks divide they are exact.
     """
+    for seed in seeds:
+        _check_other_rows(seed)
+
+
+def _check_other_rows(seed: int) -> None:
     t, s = 96, 128
-    for seed in range(seeds):
-        rng = np.random.default_rng(seed)
-        kept, block = random_mask(rng, t, s), [(16, 32), (32, 16), (48, 64)][seed % 3]
-        made = make_block_mask(None, None, None, t, s, mask=kept, block_size=block)
-        mask, _ = made.named()
-        tiles = [int(rng.choice([16, 32, 48])) for _ in range(2)]
-        numbers = [_numbering(rng, n) for n in (t, s)]
-        rows = [np.asarray(x.at(jnp.arange(n))) for x, n in numbers]
-        named = (
-            x
-            if x.first is None
-            else dataclasses.replace(x, first=Named(jnp.int32(x.first), ()))
-            for x, _ in numbers
-        )
-        tiling = Tiling(*tiles, *(n for _, n in numbers), Positions(0, *named))
-        some, every = (
-            np.asarray(x.to(("i", "j"))) for x in mask.block_relation(tiling)
-        )
-        code = codes_of(kept[np.ix_(*rows)], *tiles)
-        assert np.all(some | (code == 0)) and np.all(~every | (code == 2))
-        if block == (16, 32) and tiles == [16, 32]:
-            is_run = all(x.first is None for x, _ in numbers)
-            assert not is_run or np.all(some == (code > 0))
+    rng = np.random.default_rng(seed)
+    kept, block = random_mask(rng, t, s), [(16, 32), (32, 16), (48, 64)][seed % 3]
+    made = make_block_mask(None, None, None, t, s, mask=kept, block_size=block)
+    mask, _ = made.named()
+    tiles = [int(rng.choice([16, 32, 48])) for _ in range(2)]
+    numbers = [_numbering(rng, n) for n in (t, s)]
+    rows = [np.asarray(x.at(jnp.arange(n))) for x, n in numbers]
+    named = (
+        x
+        if x.first is None
+        else dataclasses.replace(x, first=Named(jnp.int32(x.first), ()))
+        for x, _ in numbers
+    )
+    tiling = Tiling(*tiles, *(n for _, n in numbers), Positions(0, *named))
+    some, every = (np.asarray(x.to(("i", "j"))) for x in mask.block_relation(tiling))
+    code = codes_of(kept[np.ix_(*rows)], *tiles)
+    assert np.all(some | (code == 0)) and np.all(~every | (code == 2))
+    if block == (16, 32) and tiles == [16, 32]:
+        is_run = all(x.first is None for x, _ in numbers)
+        assert not is_run or np.all(some == (code > 0))
 
 
 def _numbering(rng, size: int) -> tuple[Numbering, int]:
