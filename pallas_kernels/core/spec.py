@@ -256,7 +256,8 @@ class AttentionSpec:
 
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Visited:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
-        if self.repeat > 1:
+        # A list has the rows of the kernel.
+        if self.repeat > 1 and not isinstance(self.table, BlockList):
             q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
 

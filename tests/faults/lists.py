@@ -142,6 +142,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/spec.py",
         (
+            "a list of rows of a group asked by query",
+            "if self.repeat > 1 and not isinstance(self.table, BlockList):",
+            "if self.repeat > 1:",
+            CALLS.format("as_rows and False"),
+        ),
+        (
             "lists of the first mask alone",
             "return functools.reduce(operator.and_, found)",
             "return next(found)",
