@@ -2,8 +2,9 @@
 
 Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
 for Flax's attention modules, `Context` and `stripe` for sequences sharded over
-devices, `merge` for results over parts of the keys, `Config` for block sizes, `nn` for
-libraries that call jax.nn's attention, `plot_mask` for pictures of masks.
+devices, `merge` for results over parts of the keys, `make_block_mask` for lists of
+blocks that many calls share, `Config` for block sizes, `nn` for libraries that call
+jax.nn's attention, `plot_mask` for pictures of masks.
 """
 
 # For their rules alone.
@@ -11,7 +12,9 @@ from jax_flash2 import _derivatives as _derivatives
 from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
+from jax_flash2._block_mask import BlockMask
 from jax_flash2._flax import flax_attention
+from jax_flash2._make_block_mask import make_block_mask
 from jax_flash2._merge import merge
 from jax_flash2._plot import plot_mask
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
@@ -22,6 +25,7 @@ from pallas_kernels.configs import Blocks, Config
 __all__ = [
     "LSE_NAME",
     "OUTPUT_NAME",
+    "BlockMask",
     "Blocks",
     "Config",
     "Context",
@@ -29,6 +33,7 @@ __all__ = [
     "attention",
     "explain",
     "flax_attention",
+    "make_block_mask",
     "merge",
     "nn",
     "plot_mask",

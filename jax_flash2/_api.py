@@ -14,6 +14,8 @@ import numpy as np
 from jax_flash2 import _backends, _context, _options, _sharding, _vjp
 from jax_flash2._arguments import Arguments, Array, Precision, Window
 from jax_flash2._arrays import unwrapped
+from jax_flash2._block_mask import BlockMask
+from jax_flash2._make_block_mask import counts
 from jax_flash2._rows import Context
 from pallas_kernels.configs import Config
 
@@ -44,6 +46,7 @@ class _Options(TypedDict, total=False):
     context: Context | None
     score_mod: Callable | None
     mask_mod: Callable | None
+    block_mask: BlockMask | None
 
 
 @overload
@@ -114,6 +117,7 @@ def attention(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     return_max_logit: bool = False,
+    block_mask: BlockMask | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Computes exact attention in memory linear in the sequence lengths.
 
@@ -244,6 +248,10 @@ def attention(
       return_max_logit: if True, also return the largest score of each row, for users
         who clip the weights of heads with large scores (QK-clip) or log them. It has no
         gradient: its cotangent counts as zero. The kernels find it in the same pass.
+      block_mask: what `make_block_mask` returned for calls of these sizes: a mask that
+        must agree, too, with lists of the blocks that it keeps, made once for many
+        calls. It brings its `query_offset`. Beside other masks the call makes lists of
+        what all of them keep.
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query. If a row
@@ -356,6 +364,7 @@ def attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
         return_max_logit=return_max_logit,
+        block_mask=block_mask,
     ).checked()
     if context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
@@ -413,7 +422,7 @@ def explain(*arguments: Any, **keywords: Any) -> str:
     structs = {
         name: x
         for name, x in vars(found).items()
-        if isinstance(x, jax.ShapeDtypeStruct)
+        if isinstance(x, jax.ShapeDtypeStruct | BlockMask)
     }
     texts, notes = [], []
 
@@ -435,5 +444,5 @@ def explain(*arguments: Any, **keywords: Any) -> str:
 
     jax.eval_shape(check, structs)
     return "\n".join(
-        [*texts[:1], *(f"  {line}" for line in (*found.reading(), *notes))]
+        [*texts[:1], *(f"  {x}" for x in (*found.reading(), *notes, *counts(found)))]
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_flash2 import _options
 from jax_flash2._arrays import as_array, check_array, unwrapped
+from jax_flash2._block_mask import BlockMask
 from jax_flash2._mods import Mods
 from jax_flash2._rows import Context, sharding_of
 from jax_flash2._shape import Shape
@@ -73,6 +74,7 @@ class Arguments:
     score_mod: Callable | None
     mask_mod: Callable | None
     return_max_logit: bool
+    block_mask: BlockMask | None
 
     def checked(self) -> Call:
         """The call that they describe, with named axes.
@@ -85,7 +87,11 @@ class Arguments:
         sharding = None if self.context is None else sharding_of(self.context)
         shape = Shape(query, key, 1 if sharding is None else sharding.parts)
         parts, offset = shape.parts, shape.offset(self.query_offset)
-        masks, score = self._masks(shape), self._score(shape)
+        masks, score = self.masks(shape), self._score(shape)
+        if self.block_mask is not None:
+            self._check_block_mask()
+            listed, offset = self.block_mask.in_call(shape, sharding)
+            masks = (*masks, listed)
         if self.score_mod is not None or self.mask_mod is not None:
             mods = Mods(shape, offset, sharding)
             masks, score = self._with_mods(mods, shape, masks, score)
@@ -122,7 +128,20 @@ class Arguments:
             )
         return _options.check_precision(self.precision)
 
-    def _masks(self, shape: Shape) -> tuple[Atom, ...]:
+    def _check_block_mask(self) -> None:
+        if not isinstance(self.block_mask, BlockMask):
+            raise TypeError(
+                "block_mask must be what jax_flash2.make_block_mask returns, got "
+                f"{type(self.block_mask).__name__}"
+            )
+        if not _options.is_zero(self.query_offset):
+            raise ValueError(
+                "query_offset must be 0 beside block_mask, which has its own: pass it "
+                "to make_block_mask"
+            )
+
+    def masks(self, shape: Shape) -> tuple[Atom, ...]:
+        """What all arguments of masks say, but functions and block masks."""
         masks: list[Atom] = []
         window = _options.check_window(self.local_window_size, self.is_causal)
         if window is not None:
@@ -187,8 +206,7 @@ class Arguments:
                 "note: there are fewer rows than heads, and axes are [*B, rows, heads, "
                 "head size]"
             )
-        offset = self.query_offset
-        at_start = isinstance(offset, int | np.integer) and offset == 0
+        at_start = _options.is_zero(self.query_offset) and self.block_mask is None
         aligned = self.is_causal and at_start and self.context is None
         if aligned and shape.t < shape.s:
             lines.append(

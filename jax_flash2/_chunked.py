@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_flash2._loops import COUNTED, PairLoop, Starts
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
@@ -46,11 +47,7 @@ _PAIRS = _ROWS**2
 # for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
 _PAIRS_OF_GPUS = 2**17
 
-# Numbers of blocks are not below 0: JAX need not look.
-_COUNTED = {"allow_negative_indices": False}
-
 Names = tuple[str, ...]
-Starts = Mapping[str, Any]  # the first row of `t` and of `s` of a block
 
 
 def plan(_: Call, pass_: Pass, /) -> Plan:
@@ -181,6 +178,7 @@ class _Cut:
 
     def fields(self, spec: AttentionSpec) -> AttentionSpec:
         """The spec with heads split, and with rows in whole blocks."""
+        spec = spec.without_lists()
         return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
     def at(self, x: Named, starts: Starts) -> Named:
@@ -189,7 +187,7 @@ class _Cut:
         for axis, name in enumerate(map(str, x.axes)):
             if name in starts and self.count(name) > 1:
                 start, size = starts[name], self.block[name]
-                value = lax.dynamic_slice_in_dim(value, start, size, axis, **_COUNTED)
+                value = lax.dynamic_slice_in_dim(value, start, size, axis, **COUNTED)
         return Named(value, x.axes)
 
     def put(self, whole: Named, x: Any, starts: Starts) -> jax.Array:
@@ -198,7 +196,7 @@ class _Cut:
         if not any(a in starts and self.count(a) > 1 for a in names):
             return x
         first = [starts.get(a, np.int32(0)) for a in names]
-        return lax.dynamic_update_slice(whole.value, x, first, **_COUNTED)
+        return lax.dynamic_update_slice(whole.value, x, first, **COUNTED)
 
     def zeros(self, axes: Names, dtype) -> jax.Array:
         """An array of whole blocks."""
@@ -246,57 +244,11 @@ class _Cut:
 
         In one order: by query block, and for each by key block.
         """
-        count_q, count_kv = self.count("t"), self.count("s")
-        if count_q == count_kv == 1 and not spec.is_part:
+        if self.count("t") == self.count("s") == 1 and not spec.is_part:
             return visit({"t": 0, "s": 0}, state)
-
-        def visit_at(i, j, state):
-            return visit({"t": i * self.block["t"], "s": j * self.block["s"]}, state)
-
-        t, s = self.size["t"], self.size["s"]
-        spec = spec.with_table("s", self.block["t"], self.block["s"], t, s)
-        axes = (*self.batch, "n", "i")
-        spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
-        lo = jnp.arange(count_q, dtype=jnp.int32) * self.block["t"]
-        hi = jnp.minimum(lo + self.block["t"], t)
-        needed = spec.kv_blocks(lo, hi, s, self.block["s"])
-
-        if isinstance(needed.need_lo, int) and isinstance(needed.need_hi, int):
-            first, count = needed.need_lo, needed.need_hi - needed.need_lo
-
-            def at(number, state):
-                number = jnp.int32(number)
-                i = lax.div(number, jnp.int32(count))
-                return visit_at(i, first + number - i * count, state)
-
-            # Of static bounds `fori_loop` makes an int64 under x64.
-            visits = np.int32(count_q * count)
-            return lax.fori_loop(np.int32(0), visits, at, state)
-
-        def of_all(x, reduce):
-            """Over all of the batch, for each query block or for all alike."""
-            return x if isinstance(x, int) else reduce(x, tuple(range(x.ndim - 1)))
-
-        def of(bounds, i):
-            bounds = jnp.broadcast_to(jnp.asarray(bounds, jnp.int32), lo.shape)
-            return lax.dynamic_index_in_dim(bounds, i, keepdims=False, **_COUNTED)
-
-        first, end = of_all(needed.need_lo, jnp.min), of_all(needed.need_hi, jnp.max)
-        # Query blocks that need something, first: what others do not need may be NaN.
-        visited = jnp.broadcast_to(end > first, lo.shape)
-        order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
-        count = jnp.sum(visited, dtype=jnp.int32)
-
-        def body(carry):
-            number, j, state = carry
-            i = of(order, number)
-            is_last = j + 1 >= of(end, i)
-            number = number + is_last.astype(jnp.int32)
-            following = jnp.where(is_last, of(first, of(order, number)), j + 1)
-            return number, following, visit_at(i, j, state)
-
-        carry = np.int32(0), of(first, of(order, 0)), state
-        return lax.while_loop(lambda carry: carry[0] < count, body, carry)[-1]
+        size = {name: self.size[name] for name in self.block}
+        loop = PairLoop(size, self.block, self.batch)
+        return loop.run(spec, visit, state)
 
     def result(self, x: jax.Array, axes: Axes, out: Named) -> jax.Array:
         """`x` without padding, with the axes and dtype of `out`, summed over others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,13 +94,23 @@ class Mods:
         entry, head = self._asked(bound.program, derivative)
         return ScoreMod(bound.arrays, entry, head, bound.program, derivative)
 
-    def masks(self, function: Any) -> tuple[Atom, ...]:
+    def masks(self, function: Any, unknown: Sequence[str] = ()) -> tuple[Atom, ...]:
         """The mask that is a function of indices: built-in masks, and what is left.
 
+        Args:
+          unknown: the indices that it must not ask for.
+
         Raises:
-          TypeError, ValueError: if it is none of one pair.
+          TypeError, ValueError: if it is none of one pair, or asks for one of these.
         """
         traced = self._traced("mask_mod", function, None)
+        for name in unknown:
+            if traced.program.asks(name):
+                full = {"b": "batch", "h": "heads"}[name]
+                raise ValueError(
+                    f"mask_mod asks for {name}, and make_block_mask got {full}=None: "
+                    f"pass {full}"
+                )
         bound = bind(traced, self._places, self._pairs, fixed=True)
         captured = [traced.program.reads[i].params[0] for i in bound.reads]
         shape = self._shape
@@ -171,7 +181,8 @@ class _Rows:
 
         def own(x: jax.Array, axis: int) -> jax.Array | None:
             if offset is None:
-                return self._of_device(_resized(x, axis, (self._all,)), axis)
+                x = _resized(x, axis, (self._all,))
+                return x if self._sharding is None else self._sharding.own(x, axis)
             if offset.axes or self._sharding is not None:
                 return None
             # Slices have a gradient without a sum; gathers of rows would add.
@@ -181,19 +192,6 @@ class _Rows:
             return lax.dynamic_slice_in_dim(wide, start, rows, axis)
 
         return own
-
-    def _of_device(self, x: jax.Array, axis: int) -> jax.Array:
-        """The rows of this device, of an array of all."""
-        sharding = self._sharding
-        if sharding is None:
-            return x
-        if sharding.stripe is None:
-            start = sharding.rank() * jnp.int32(self._rows)
-            return lax.dynamic_slice_in_dim(x, start, self._rows, axis)
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        x = x.reshape(*before, -1, self._parts, sharding.stripe, *after)
-        x = lax.dynamic_index_in_dim(x, sharding.rank(), axis + 1, keepdims=False)
-        return x.reshape(*before, self._rows, *after)
 
 
 def _edged(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:

@@ -206,3 +206,8 @@ def check_keywords(name: str, known, keywords) -> None:
 
 def _nearest(keyword: str, known) -> str | None:
     return next(iter(difflib.get_close_matches(keyword, known, 1)), None)
+
+
+def is_zero(x: Any) -> bool:
+    """Whether it is known to be the integer 0."""
+    return isinstance(x, int | np.integer) and x == 0

@@ -13,7 +13,9 @@ import numpy as np
 from jax_flash2 import _api
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import Named, is_batch
+from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 
 _MOST_PAIRS = 2**26
@@ -136,12 +138,21 @@ def _kept(spec: AttentionSpec, size: tuple[int, int], dtype) -> jax.Array:
 def _blocks(spec: AttentionSpec, size: tuple[int, int], block_q: int, block_kv: int):
     """[query blocks, key blocks], which are visited, and which without a mask."""
     t, s = size
-    spec = spec.with_table("s", block_q, block_kv, t, s).for_ranges()
-    spec = jax.tree.map(lambda x: x.to(("i",)), spec)
+    spec = spec.with_table("s", block_q, block_kv, t, s)
+    if isinstance(spec.table, BlockList):
+        code = spec.table.codes().value
+        for axis, (block, rows) in enumerate(
+            ((spec.table.own, block_q), (spec.table.visited, block_kv))
+        ):
+            code = jnp.repeat(code, block // rows, axis)
+        code = code[: -(-t // block_q), : -(-s // block_kv)]
+        return code > 0, code > 1
+    spec = jax.tree.map(lambda x: x.to(("i",)), spec.for_ranges())
     first = jnp.arange(-(-t // block_q), dtype=jnp.int32) * block_q
     found = spec.kv_blocks(first, jnp.minimum(first + block_q, t), s, block_kv)
     number = jnp.arange(-(-s // block_kv), dtype=jnp.int32)
     shape = len(first), len(number)
+    assert isinstance(found, Range)
     bounds = [jnp.broadcast_to(x, shape[:1])[:, None] for x in found]
     visited = (bounds[0] <= number) & (number < bounds[3])
     return visited, visited & (bounds[1] <= number) & (number < bounds[2])

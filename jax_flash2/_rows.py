@@ -211,6 +211,17 @@ class RowSharding:
         first = rank * jnp.int32(self.stripe)
         return Numbering(Named(first, ()), self.stripe, self.parts)
 
+    def own(self, x: jax.Array, axis: int) -> jax.Array:
+        """The rows of this device, of an array of all."""
+        rows = x.shape[axis] // self.parts
+        if self.stripe is None:
+            first = self.rank() * jnp.int32(rows)
+            return lax.dynamic_slice_in_dim(x, first, rows, axis)
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        x = x.reshape(*before, -1, self.parts, self.stripe, *after)
+        x = lax.dynamic_index_in_dim(x, self.rank(), axis + 1, keepdims=False)
+        return x.reshape(*before, rows, *after)
+
     def in_order(self, x: jax.Array, axis: int) -> jax.Array:
         """All rows in their order, from those of each device in turn."""
         if self.stripe is None:

@@ -22,8 +22,9 @@ import numpy as np
 from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
-from pallas_kernels.core.axes import batch_axes, sizes
-from pallas_kernels.core.ranges import Range, divide
+from pallas_kernels.core.axes import batch_axes, is_whole, sizes
+from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.ranges import divide
 from pallas_kernels.tables import FEW_ROWS, pieces
 
 
@@ -167,13 +168,34 @@ class View(abc.ABC):
         self.write(index, value.astype(self.dtype), mask)
 
 
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """A view at its place along all axes but a whole one, whose elements are read."""
+
+    view: View
+    where: Mapping[str, Any]
+
+    def number(self, index) -> jax.Array:
+        """The element at a number that the program computed, a scalar."""
+        place = (index if is_whole(a) else self.where[a] for a in self.view.axes)
+        return self.view.ref[tuple(place)]
+
+
 def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
-    """Loads every `View` of a tree whose axes `where` covers; leaves the others."""
+    """Loads every `View` of a tree whose axes `where` covers; leaves the others.
+
+    One with a whole axis becomes `Elements`.
+    """
 
     def load(leaf):
-        if isinstance(leaf, View) and all(name in where for name in leaf.axes):
-            return leaf.load(order, where)
-        return leaf
+        if not isinstance(leaf, View):
+            return leaf
+        own = [name for name in leaf.axes if not is_whole(name)]
+        if not all(name in where for name in own):
+            return leaf
+        if len(own) < len(leaf.axes):
+            return Elements(leaf, {name: where[name] for name in own})
+        return leaf.load(order, where)
 
     return jax.tree.map(load, tree)
 
@@ -295,7 +317,7 @@ class Layout(abc.ABC):
         first, end = (divide(self.elements * i, count) for i in (index, index + 1))
         return first, end
 
-    def own_blocks(self, where: Mapping[str, Any], blocks: Range) -> Range:
+    def own_blocks(self, where: Mapping[str, Any], blocks: Visited) -> Visited:
         """Those of a range that the program at `where` visits."""
         return blocks.part(where["z"], self.parts["z"]) if "z" in self.parts else blocks
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
-from pallas_kernels.core.ranges import Range, everything
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Layout, Rows, load_tree
 
@@ -22,7 +22,7 @@ Where = dict[str, Any]
 
 def query_program(
     spec: AttentionSpec, layout: Layout
-) -> tuple[AttentionSpec, Where, Range]:
+) -> tuple[AttentionSpec, Where, Visited]:
     """The start of a program that owns a block of query rows.
 
     Returns:
@@ -61,7 +61,7 @@ def query_rows(
     return load_tree(spec, ("t", "s"), where), where
 
 
-def key_blocks(spec: AttentionSpec, where: Where, layout: Layout, start) -> Range:
+def key_blocks(spec: AttentionSpec, where: Where, layout: Layout, start) -> Visited:
     """The range of key blocks that a program needs for its rows from `start`."""
     end = _end(layout, "t", start)
     blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
@@ -80,7 +80,7 @@ def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Whe
 
 def query_head(
     spec: AttentionSpec, where: Where, layout: Layout, g
-) -> tuple[AttentionSpec, Where, Range]:
+) -> tuple[AttentionSpec, Where, Visited]:
     """For query head g of the group: the spec, and the range of query blocks needed."""
     where = {**where, "n": g}
     spec = load_tree(spec, ("s", "t"), where)
@@ -112,7 +112,7 @@ def tile_program(
 
 def element(
     spec: AttentionSpec, where: Where, layout: Layout, index
-) -> tuple[AttentionSpec, Where, str, Range]:
+) -> tuple[AttentionSpec, Where, str, Visited]:
     """Number `index` of the looped heads and batch entries of a `tile_program`.
 
     Returns:
@@ -133,7 +133,7 @@ def element(
         end = _end(layout, "t", start)
         blocks = spec.kv_blocks(start, end, layout.size["s"], layout.rows["s"])
         if "j" in where:
-            blocks = blocks & everything(where["j"], where["j"] + 1)
+            blocks = blocks.only(where["j"])
         return spec, where, "s", layout.own_blocks(where, blocks)
     start = where["j"] * layout.rows["s"]
     where["s"] = _keys_at(spec, where, layout, start)

@@ -9,7 +9,8 @@ import numpy as np
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Atom, Limits, Traits
-from pallas_kernels.core.masks.base import ALL, mask_dataclass
+from pallas_kernels.core.masks.base import mask_dataclass
+from pallas_kernels.core.masks.traits import ALL
 from pallas_kernels.core.positions import Positions
 from pallas_kernels.core.ranges import Range, divide
 

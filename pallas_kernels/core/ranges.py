@@ -88,16 +88,16 @@ class Range(NamedTuple):
         if _same(self.full_lo, self.full_hi):
             return state
         full = functools.partial(visit, False)
-        return _loop(self.full_lo, self.full_hi, full, state)
+        return loop(self.full_lo, self.full_hi, full, state)
 
     def fold_edges(self, visit: Callable, state):
         edge = functools.partial(visit, True)
         if _same(self.need_lo, self.full_lo):
-            return _loop(self.full_hi, self.need_hi, edge, state)
+            return loop(self.full_hi, self.need_hi, edge, state)
         if _same(self.full_hi, self.need_hi):
-            return _loop(self.need_lo, self.full_lo, edge, state)
+            return loop(self.need_lo, self.full_lo, edge, state)
         count, place = self._edges()
-        return _loop(0, count, lambda i, state: edge(place(i), state), state)
+        return loop(0, count, lambda i, state: edge(place(i), state), state)
 
     @property
     def count(self):
@@ -138,6 +138,10 @@ class Range(NamedTuple):
         """Number `index` of the `count` blocks, from the first on: as `at`."""
         block = self.need_lo + index
         return (block < self.full_lo) | (block >= self.full_hi), block
+
+    def only(self, block) -> Range:
+        """The block, if it is in `need`."""
+        return self & everything(block, block + 1)
 
     def part(self, index, count: int) -> Range:
         """Part `index` of `count`, as equal as whole blocks can be."""
@@ -191,7 +195,8 @@ def _same(a, b) -> bool:
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
-def _loop(lo, hi, body: Callable, state):
+def loop(lo, hi, body: Callable, state):
+    """`state = body(number, state)` for the numbers from lo on and below hi."""
     if isinstance(lo, int) and isinstance(hi, int) and lo >= hi:
         return state
     lo, hi = (np.int32(x) if isinstance(x, int) else x for x in (lo, hi))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -19,9 +20,11 @@ import jax.numpy as jnp
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.masks import Atom, Lengths, Tiling, Traits
-from pallas_kernels.core.masks.base import ALL, joined, without_rows
+from pallas_kernels.core.lists import MOST_BYTES, BlockList, Visited
+from pallas_kernels.core.masks import Atom, Lengths, Relation, Tiling, Traits
+from pallas_kernels.core.masks.base import joined, without_rows
 from pallas_kernels.core.masks.relation import block_table
+from pallas_kernels.core.masks.traits import ALL
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
 from pallas_kernels.core.ranges import (
     Range,
@@ -49,7 +52,8 @@ class AttentionSpec:
       repeat: how many query rows stand at one position, one after the other: heads of
         a group, as rows (`division.Packing`), of the forward only. Static.
       table: for each query block, the `Range` of key blocks that the data-dependent
-        atoms allow, or the same for key blocks (`with_table`); None without any.
+        atoms allow, or the same for key blocks; or the `BlockList` of those that all
+        atoms together allow (`with_table`); None without such atoms.
       keys: which keys some query keeps, for kernels (`with_keys`); None for all.
       query_rows, key_rows: the numbers of the rows, where devices have a part of them.
       is_part: whether there are more keys than those at hand. Results are then parts of
@@ -66,7 +70,7 @@ class AttentionSpec:
     offset: Any = None
     sink: Any = None
     dropout: Dropout | None = None
-    table: Range | None = None
+    table: Range | BlockList | None = None
     repeat: int = dataclasses.field(default=1, metadata={"static": True})
     keys: Any = None
     query_rows: Numbering = ALL_ROWS
@@ -253,17 +257,20 @@ class AttentionSpec:
             key_rows=self.key_rows,
         )
 
-    def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Range:
+    def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Visited:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
-        if self.repeat > 1:
+        # A list has the rows of the kernel.
+        if self.repeat > 1 and not isinstance(self.table, BlockList):
             q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
 
-    def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Range:
+    def q_blocks(self, kv_lo, kv_hi, q_size: int, block_q: int) -> Visited:
         """The range of query blocks that look at the key rows [kv_lo, kv_hi)."""
         return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q)
 
-    def _blocks(self, method, lo, hi, size: int, block: int) -> Range:
+    def _blocks(self, method, lo, hi, size: int, block: int) -> Visited:
+        if isinstance(self.table, BlockList):
+            return self.table.walk(lo, block)
         rows = everything(0, size)
         for atom in self.masks:
             if atom.has_ranges:
@@ -334,17 +341,51 @@ class AttentionSpec:
           q_size, kv_size: rows.
           over: axes whose elements get one table, of what any of them looks at.
         """
-        tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions)
-        relations = [
-            atom.block_relation(tiling).over(over)
-            for atom in self.masks
-            if not atom.has_ranges
-        ]
-        if not relations:
+        if all(atom.has_ranges for atom in self.masks):
             return self
-        blocks = -(-kv_size // block_kv) if looped == "s" else -(-q_size // block_q)
-        table = block_table(relations, looped, blocks)
-        return dataclasses.replace(self, table=table)
+        tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
+        found = self._block_list(looped, tiling, over)
+        if found is None:
+            relations = [
+                atom.block_relation(tiling).over(over)
+                for atom in self.masks
+                if not atom.has_ranges
+            ]
+            blocks = tiling.counts["ts".index(looped)]
+            found = block_table(relations, looped, blocks)
+        return dataclasses.replace(self.without_lists(), table=found)
+
+    def _block_list(self, looped: str, tiling: Tiling, over) -> BlockList | None:
+        """The list of the blocks that all masks allow, or None where ranges will do."""
+        if len(self.masks) == 1:
+            found = self.masks[0].block_list(looped, tiling)
+            if found is not None and not set(over) & set(found.code.axes):
+                return found
+        if not self.lists_blocks:
+            return None
+        code = self.relation(tiling).over(over).code(tiling)
+        if 4 * math.prod(code.shape) > MOST_BYTES:
+            return None
+        own, visited, size = tiling.block_q, tiling.block_kv, tiling.kv_size
+        if looped == "t":
+            code = code.ordered((*code.axes[:-2], "j", "i"))
+            own, visited, size = visited, own, tiling.q_size
+        return BlockList.of(code, own=own, visited=visited, size=size)
+
+    def relation(self, tiling: Tiling) -> Relation:
+        """What all masks say of each pair of blocks (fields hold `Named`)."""
+        found = (atom.block_relation(tiling) for atom in self.masks)
+        return functools.reduce(operator.and_, found)
+
+    @property
+    def lists_blocks(self) -> bool:
+        """Whether blocks to skip may lie between those that a query block needs."""
+        return any(atom.lists_blocks for atom in self.masks)
+
+    def without_lists(self) -> AttentionSpec:
+        """Without the lists of blocks that masks hold: what kernels evaluate."""
+        masks = tuple(atom.without_lists() for atom in self.masks)
+        return dataclasses.replace(self, masks=masks)
 
     def attended_keys(self, kv_size: int) -> Named | None:
         """Which keys some query may attend; None for all (`Named` fields).

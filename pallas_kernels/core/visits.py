@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.axes import Named, batch_axes
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.lists import BlockList
+from pallas_kernels.core.ranges import Range, divide
 from pallas_kernels.core.spec import AttentionSpec
 
 
@@ -30,12 +31,13 @@ class Visits:
 
     Attributes:
       blocks: the `Range` of blocks of queries that each visits, int32 [.., j] with the
-        batch axes of what decides it.
+        batch axes of what decides it; or a `BlockList`.
       before: int32 [.., j, i], how many programs before that of block j visit block i
-        of queries; meant for those that j visits.
+        of queries; meant for those that j visits. Beside a `BlockList` it counts the
+        blocks of that, flat along one whole axis.
     """
 
-    blocks: Range
+    blocks: Range | BlockList
     before: Any
 
     @classmethod
@@ -53,6 +55,8 @@ class Visits:
         """
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",))
+        if isinstance(tabled.table, BlockList):
+            return cls._of_list(tabled.table)
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
         queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
@@ -67,9 +71,61 @@ class Visits:
         blocks = Range(*(Named(x, axes) for x in found))
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
+    @classmethod
+    def _of_list(cls, blocks: BlockList) -> Visits:
+        met = (blocks.codes().value > 0).astype(jnp.int32)
+        before = lax.cumsum(met, axis=met.ndim - 2) - met
+        return cls(blocks, Named(before.reshape(blocks.code.shape), blocks.code.axes))
+
+    def before_at(self, where: Mapping[str, Any], block, rows: Mapping[str, int]):
+        """How many programs come before the one at `where` at a block of queries.
+
+        In a program, with what it needs loaded.
+
+        Args:
+          block: of queries.
+          rows: of a block of `t` and `s`.
+        """
+        listed = self.blocks
+        if not isinstance(listed, BlockList):
+            return self.before.load((), {**where, "i": block})
+        start = where["s"].start
+        own = divide(start, listed.own)
+        other = divide(block, listed.visited // rows["t"])
+        before = self.before.number(own * listed.others + other)
+        # Those of one block of the list all visit what it visits.
+        within = divide(start - own * listed.own, rows["s"])
+        return before * (listed.own // rows["s"]) + within
+
+    def met(self, size: Mapping[str, int], rows: Mapping[str, int]) -> Named:
+        """By how many blocks of keys each query row's block is: int32 [.., t].
+
+        Args:
+          size, rows: as for `of`.
+        """
+        block = rows["t"]
+        if isinstance(self.blocks, BlockList):
+            block, met = self.blocks.visited, self._met_in_list(size["s"], rows["s"])
+        else:
+            met = self._met
+        value = jnp.repeat(met.value, block, axis=-1)[..., : size["t"]]
+        return Named.broadcast(value, (*met.axes[:-1], "t"))
+
+    def _met_in_list(self, keys: int, block: int) -> Named:
+        """By how many of the kernel's blocks of keys each block of the list is."""
+        listed = self.blocks
+        assert isinstance(listed, BlockList)
+        code = listed.codes()
+        parts, all_parts = listed.own // block, -(-keys // block)
+        number = jnp.arange(code.shape[-2], dtype=jnp.int32) * parts
+        count = jnp.minimum(all_parts - number, parts)[:, None]
+        met = jnp.sum(jnp.where(code.value > 0, count, 0), axis=-2, dtype=jnp.int32)
+        return Named(met, (*code.axes[:-2], "i"))
+
     @property
-    def met(self) -> Named:
+    def _met(self) -> Named:
         """By how many blocks of keys each block of queries is: int32 [.., i]."""
+        assert isinstance(self.blocks, Range)
         *batch, _, _ = self.before.axes
         found = Range(*(x.value for x in self.blocks))
         met = _in(found, self.before.shape[-1]).astype(jnp.int32)
@@ -95,17 +151,16 @@ def blocks_of_keys_met(
       spec, size, rows: as for `Visits.of`.
       visits: where arrays decide it.
     """
-    block, queries = rows["t"], size["t"]
     if visits is not None:
-        met = visits.met
-    else:
-        axes = (*_batch(spec), "i")
-        loaded = jax.tree.map(lambda x: x.to(axes), spec.for_ranges())
-        start = jnp.arange(-(-queries // block), dtype=jnp.int32) * block
-        end = jnp.minimum(start + block, queries)
-        first, last = loaded.key_blocks_met(start, end, size["s"], rows["s"])
-        count = jnp.where(start < loaded.q_limit(queries), last - first, 0)
-        met = Named(count, axes[-count.ndim :])
+        return visits.met(size, rows)
+    block, queries = rows["t"], size["t"]
+    axes = (*_batch(spec), "i")
+    loaded = jax.tree.map(lambda x: x.to(axes), spec.for_ranges())
+    start = jnp.arange(-(-queries // block), dtype=jnp.int32) * block
+    end = jnp.minimum(start + block, queries)
+    first, last = loaded.key_blocks_met(start, end, size["s"], rows["s"])
+    count = jnp.where(start < loaded.q_limit(queries), last - first, 0)
+    met = Named(count, axes[-count.ndim :])
     value = jnp.repeat(met.value, block, axis=-1)[..., :queries]
     return Named.broadcast(value, (*met.axes[:-1], "t"))
 

@@ -74,6 +74,8 @@ def _unknown_feature(spec: AttentionSpec) -> str | None:
     """What of a call such kernels do not have: they load scalars, and no vectors."""
     if spec.dropout is not None:
         return "its kernels have no dropout"
+    if spec.lists_blocks:
+        return "its kernels walk no lists of blocks"
     if spec.gives_largest:
         return "its kernels do not give the largest scores"
     if any({"t", "s"} & set(x.axes) for x in jax.tree.leaves(spec)):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import program
+from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
@@ -42,7 +43,7 @@ class Tiles:
     spec: AttentionSpec
     where: program.Where
     layout: memory.TileGrid
-    needed: Range
+    needed: Visited
     visits: Visits | None
 
     @classmethod
@@ -52,6 +53,8 @@ class Tiles:
         else:
             loaded: Visits = load_tree(visits, (), where)
             visits, found = loaded, loaded.blocks
+            if isinstance(found, BlockList):
+                found = found.walk(where["s"].start, layout.rows["t"])
         if layout.size["s"] % layout.rows["s"]:
             # Of rows beyond the array p may be infinite, and dq would be NaN.
             end = where["s"].start + layout.rows["s"]
@@ -117,8 +120,8 @@ class Tiles:
     def before(self, tile):
         """How many programs add to the dq of a tile before this one."""
         if self.visits is not None:
-            there = {**self.where, "i": self._block(tile)[1]}
-            return self.visits.before.load((), there)
+            block = self._block(tile)[1]
+            return self.visits.before_at(self.where, block, self.layout.rows)
         keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
         end = minimum(rows.start + rows.size, size["t"])
         met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)

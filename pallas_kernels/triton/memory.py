@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, is_whole
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.layout import Rows
 from pallas_kernels.tables import padded
@@ -95,7 +95,7 @@ class BlockGrid(layout.Layout):
         whole = ("t", "s", "i", "j", *self.looped, *["k"] * ("n" in self.looped))
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
-            if name in whole:
+            if name in whole or is_whole(name):
                 block = size
             elif name in ("h", "d"):
                 block = padded(size)

@@ -141,7 +141,7 @@ MUTANTS = [
         ),
         (
             "captured rows of the first device for all",
-            "lax.dynamic_index_in_dim(x, sharding.rank(), axis + 1, keepdims=False)",
+            "lax.dynamic_index_in_dim(x, self.rank(), axis + 1, keepdims=False)",
             "lax.index_in_dim(x, 0, axis + 1, keepdims=False)",
             "tests/kernels/test_mods.py -k several_devices",
         ),

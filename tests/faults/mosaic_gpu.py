@@ -249,8 +249,8 @@ MUTANTS = [
         ),
         (
             "programs of the queries before it",
-            '"i": self._block(tile)[1]}',
-            '"i": self._block(tile - tile)[1]}',
+            "block = self._block(tile)[1]",
+            "block = self._block(tile - tile)[1]",
             ORDER,
         ),
     ),

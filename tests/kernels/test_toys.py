@@ -151,7 +151,7 @@ def test_programs_that_add_to_dq_wait_for_those_before(offset, others):
     spec = AttentionSpec(Score(1.0), (Chunks(64, 32), *others), offset)
     assert not spec.meets_exactly
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
-    test_visits._check_order(({"t": 150, "s": 190, "n": 2, "k": 1}, spec, launch))
+    test_visits.check_order(({"t": 150, "s": 190, "n": 2, "k": 1}, spec, launch))
 
 
 def test_kernels_are_chosen_by_its_traits():

@@ -86,6 +86,10 @@ DECLINED = {
         {"dropout_rate": 0.1, "dropout_rng": jax.random.PRNGKey(0)},
         "its kernels have no dropout",
     ),
+    "lists": (
+        {"mask_mod": lambda b, h, q, kv: (q == kv) | (kv < 3)},
+        "its kernels walk no lists of blocks",
+    ),
     "max_logit": (
         {"return_max_logit": True},
         "its kernels do not give the largest scores",

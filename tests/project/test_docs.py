@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "jax_flash2",
     "jax_flash2._api",
+    "jax_flash2._block_mask",
     "jax_flash2._flax",
+    "jax_flash2._make_block_mask",
     "jax_flash2._merge",
     "jax_flash2._plot",
     "jax_flash2._rows",

@@ -8,6 +8,7 @@ from pallas_kernels.core.masks.base import Atom, Limits, Relation, Tiling, Trait
 from pallas_kernels.core.masks.dense import DenseMask
 from pallas_kernels.core.masks.known import split
 from pallas_kernels.core.masks.lengths import Lengths
+from pallas_kernels.core.masks.listed import Listed
 from pallas_kernels.core.masks.mod import MaskMod
 from pallas_kernels.core.masks.segments import SegmentIds
 from pallas_kernels.core.masks.window import Window
@@ -17,6 +18,7 @@ __all__ = [
     "DenseMask",
     "Lengths",
     "Limits",
+    "Listed",
     "MaskMod",
     "Relation",
     "SegmentIds",

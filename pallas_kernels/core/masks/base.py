@@ -40,9 +40,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.masks.relation import Relation, Tiling
+from pallas_kernels.core.masks.traits import Traits
 from pallas_kernels.core.positions import Positions
-from pallas_kernels.core.ranges import Range, everything, maximum, minimum, where
+from pallas_kernels.core.ranges import (
+    Range,
+    divide,
+    everything,
+    maximum,
+    minimum,
+    where,
+)
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -54,101 +63,6 @@ def mask_dataclass(data: tuple[str, ...] = (), meta: tuple[str, ...] = ()):
         return jax.tree_util.register_dataclass(cls, list(data), list(meta))
 
     return register
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """What a call must know of an atom beside its pairs and its ranges.
-
-    Traits of atoms add up: `&` gives those of pairs that both keep, `|` of pairs that
-    either keeps.
-
-    Attributes:
-      is_positional: whether the atom asks where rows stand (`q_pos`, `kv_pos`).
-      is_absolute: whether it asks for more than the distance of query and key.
-      reach: how many positions before and after itself a query attends; None is
-        without a bound.
-      cost_grows: whether later query rows attend more keys, so that they should start
-        first.
-      cost_is_monotone: whether it is known without data that query rows attend equally
-        many keys, or later rows more.
-      is_sparse: whether most queries attend few of the keys, as far as one can know
-        without data.
-      keeps_own_key: whether it is known that each query attends the key of its own
-        number, where queries and keys have the same positions.
-      keeps_first_key: whether it is known that each query attends the first key, or
-        that none attends any, where queries stand at or after it. Padding of queries
-        does not count.
-    """
-
-    is_positional: bool
-    is_absolute: bool
-    reach: tuple[int | None, int | None]
-    cost_grows: bool
-    cost_is_monotone: bool
-    is_sparse: bool
-    keeps_own_key: bool
-    keeps_first_key: bool
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no query attends a key that stands after it."""
-        return self.reach[1] == 0
-
-    @property
-    def is_windowed(self) -> bool:
-        """Whether queries attend no more than so many of the keys before them."""
-        return self.reach[0] is not None
-
-    def __and__(self, other: Traits) -> Traits:
-        return Traits(
-            is_positional=self.is_positional or other.is_positional,
-            is_absolute=self.is_absolute or other.is_absolute,
-            reach=(
-                _least(self.reach[0], other.reach[0]),
-                _least(self.reach[1], other.reach[1]),
-            ),
-            cost_grows=self.cost_grows or other.cost_grows,
-            cost_is_monotone=self.cost_is_monotone and other.cost_is_monotone,
-            is_sparse=self.is_sparse or other.is_sparse,
-            keeps_own_key=self.keeps_own_key and other.keeps_own_key,
-            keeps_first_key=self.keeps_first_key and other.keeps_first_key,
-        )
-
-    def __or__(self, other: Traits) -> Traits:
-        def farthest(a: int | None, b: int | None) -> int | None:
-            return None if a is None or b is None else max(a, b)
-
-        return Traits(
-            is_positional=self.is_positional or other.is_positional,
-            is_absolute=self.is_absolute or other.is_absolute,
-            reach=(
-                farthest(self.reach[0], other.reach[0]),
-                farthest(self.reach[1], other.reach[1]),
-            ),
-            cost_grows=self.cost_grows and other.cost_grows,
-            cost_is_monotone=self.cost_is_monotone and other.cost_is_monotone,
-            is_sparse=self.is_sparse and other.is_sparse,
-            keeps_own_key=self.keeps_own_key or other.keeps_own_key,
-            keeps_first_key=self.keeps_first_key and other.keeps_first_key,
-        )
-
-
-# Of a call without a mask.
-ALL = Traits(
-    is_positional=False,
-    is_absolute=False,
-    reach=(None, None),
-    cost_grows=False,
-    cost_is_monotone=True,
-    is_sparse=False,
-    keeps_own_key=True,
-    keeps_first_key=True,
-)
 
 
 class Limits(NamedTuple):
@@ -173,6 +87,8 @@ class Atom(abc.ABC):
         only safe do not promise that.
       operations, words: what a kernel must have for it, and what `explain` says of it,
         as of a term of the score.
+      lists_blocks: whether the blocks that it keeps may have others between them, so
+        that a list of them (`core.lists`) skips more than a range.
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -182,6 +98,7 @@ class Atom(abc.ABC):
     ranges_are_exact: bool
     operations: frozenset[str] = frozenset()
     words: str = ""
+    lists_blocks: bool = False
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:
@@ -234,6 +151,9 @@ class Atom(abc.ABC):
         own, positions = named_map(lambda x: x.to(axes), parts)
         start = jnp.arange(count, dtype=jnp.int32) * rows
         end = jnp.minimum(start + rows, tiling.q_size)
+        if tiling.repeat > 1:
+            start = divide(start, tiling.repeat)
+            end = divide(end - 1, tiling.repeat) + 1
         keys = own.kv_range(start, end, positions, tiling.kv_size)
         found = keys.blocks(tiling.block_kv, tiling.kv_size)
         shape = (1,) * (len(axes) - 1) + (count,)
@@ -270,6 +190,19 @@ class Atom(abc.ABC):
         """
         del convert
         return self
+
+    def without_lists(self) -> Atom:
+        """Itself, without lists of blocks that it holds: what kernels evaluate."""
+        return self
+
+    def block_list(self, looped: str, tiling: Tiling) -> BlockList | None:
+        """The list of blocks that it holds for a kernel with these blocks, or None.
+
+        Args:
+          looped: which rows a kernel loops over, as of `AttentionSpec.with_table`.
+        """
+        del looped, tiling
+        return None
 
     def __and__(self, other: Atom) -> Atom:
         """The pairs that both keep."""
@@ -311,6 +244,9 @@ class _Combined(Atom):
     def _joined(self, method: str, *arguments) -> Range:
         first, second = (getattr(atom, method)(*arguments) for atom in self._atoms)
         return self._of_ranges(first, second, arguments[-1])
+
+    def with_pairs(self, convert: Callable[[Named], Atom]) -> Atom:
+        return type(self)(*(atom.with_pairs(convert) for atom in self._atoms))
 
     @abc.abstractmethod
     def _of_ranges(self, first: Range, second: Range, size: int) -> Range: ...

@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks.base import ALL, Atom, Limits, Traits, mask_dataclass
+from pallas_kernels.core.masks.base import Atom, Limits, mask_dataclass
+from pallas_kernels.core.masks.traits import ALL, Traits
 from pallas_kernels.core.positions import Numbering, Positions
 from pallas_kernels.core.ranges import Range, everything, maximum, minimum
 

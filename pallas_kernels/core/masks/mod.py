@@ -11,15 +11,13 @@ import numpy as np
 
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.core.masks.arrays import ArrayMask
-from pallas_kernels.core.masks.base import (
-    ALL,
-    Traits,
-    mask_dataclass,
-    named_map,
-)
+from pallas_kernels.core.masks.base import mask_dataclass, named_map
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
+from pallas_kernels.core.masks.traits import ALL, Traits
 from pallas_kernels.core.pointwise import Program, intervals
+from pallas_kernels.core.pointwise.runs import keeps_runs
 from pallas_kernels.core.positions import Positions
+from pallas_kernels.core.ranges import divide
 
 
 @mask_dataclass(data=("arrays", "entry", "head"), meta=("program",))
@@ -55,8 +53,16 @@ class MaskMod(ArrayMask):
         )
 
     @property
+    def lists_blocks(self) -> bool:
+        names = {"t": "q", "s": "kv"}
+        reads = (frozenset(names.get(str(a)) for a in x.axes) for x in self.arrays)
+        return not keeps_runs(self.program, tuple(reads))
+
+    @property
     def words(self) -> str:
-        return f"mask_mod: {self.program.words(self.arrays)}; blocks by intervals"
+        kind = "lists of blocks" if self.lists_blocks else "ranges of blocks"
+        found = self.program.words(self.arrays)
+        return f"mask_mod: {found}; {kind} by intervals"
 
     @property
     def operations(self) -> frozenset[str]:
@@ -87,16 +93,16 @@ class MaskMod(ArrayMask):
         heads = any("n" in x.axes for x in named)
         axes = (*axes, *(("n",) if heads else ()), "i", "j")
         inputs = [
-            *(_single(x, axes) for x in (self.entry, self.head)),
+            *(
+                None if x is None else _ends(x.squeezed(), tiling.blocks, axes)
+                for x in (self.entry, self.head)
+            ),
             *_positions(tiling, axes),
         ]
         reads = [_ends(x.squeezed(), tiling.blocks, axes) for x in values]
         (found,) = intervals.run(self.program, inputs, reads)
         assert found is not None
-        shape = [1] * (len(axes) - 2) + [
-            -(-tiling.q_size // tiling.block_q),
-            -(-tiling.kv_size // tiling.block_kv),
-        ]
+        shape = [1] * (len(axes) - 2) + [*tiling.counts]
 
         def of_blocks(x) -> Named:
             own = np.broadcast_shapes(np.shape(x), shape)
@@ -114,10 +120,6 @@ def _of_bits(x: jax.Array, dtype: str) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.floating) and x.dtype != dtype:
         return jax.lax.bitcast_convert_type(x, dtype)
     return x
-
-
-def _single(x: Named | None, axes) -> intervals.Interval:
-    return None if x is None else (x.to(axes), x.to(axes))
 
 
 def _ends(x: Named, blocks: dict[str, int], axes) -> intervals.Interval:
@@ -139,6 +141,7 @@ def _positions(tiling: Tiling, axes) -> list[intervals.Interval]:
 
     rows = ends(tiling.block_q, tiling.q_size, "i")
     keys = ends(tiling.block_kv, tiling.kv_size, "j")
+    rows = [divide(x, tiling.repeat) if tiling.repeat > 1 else x for x in rows]
     q_low, q_high = (query.at(x) + offset for x in rows)
     low, high = (key.at(x) for x in keys)
     return [(q_low, q_high), (low, high)]

@@ -23,6 +23,7 @@ class Tiling:
       block_q, block_kv: rows of a block.
       q_size, kv_size: all rows.
       positions: where they stand; `Named`.
+      repeat: how many query rows stand at one position (`AttentionSpec.repeat`).
     """
 
     block_q: int
@@ -30,6 +31,12 @@ class Tiling:
     q_size: int
     kv_size: int
     positions: Positions = AT_THEIR_NUMBERS
+    repeat: int = 1
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many blocks of queries and of keys there are."""
+        return -(-self.q_size // self.block_q), -(-self.kv_size // self.block_kv)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -44,6 +51,15 @@ class Relation(NamedTuple):
 
     some: Named
     all: Named
+
+    def code(self, tiling: Tiling) -> Named:
+        """int32 [.., i, j]: 0 where no pair is kept, 1 where some may be, 2 of all."""
+        names = (a for x in self for a in x.axes if a not in ("i", "j"))
+        axes = (*dict.fromkeys(names), "i", "j")
+        some, every = (x.to(axes) for x in self)
+        value = some.astype(jnp.int32) * (1 + every)
+        shape = jnp.broadcast_shapes(value.shape, tiling.counts)
+        return Named(jnp.broadcast_to(value, shape), axes)
 
     def over(self, names: tuple[str, ...]) -> Relation:
         """Of the pairs of all elements of these axes together."""

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks.arrays import ArrayMask
-from pallas_kernels.core.masks.base import ALL, Traits, mask_dataclass
+from pallas_kernels.core.masks.base import mask_dataclass
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
+from pallas_kernels.core.masks.traits import ALL, Traits
 from pallas_kernels.core.positions import Positions
 
 

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import by_name, memory, support
@@ -199,7 +199,7 @@ class Keys(NamedTuple):
     """
 
     where: Where
-    blocks: Range
+    blocks: Visited
     count: jax.Array
 
     def at(self, i, size: int) -> Where:

@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import by_name, memory, support
@@ -116,7 +116,7 @@ class WorkTile:
     spec: AttentionSpec
     where: Where
     start: Any
-    blocks: Range
+    blocks: Visited
     block_kv: int
 
     @property

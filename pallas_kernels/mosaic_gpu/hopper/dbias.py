@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, pairwise, prefetch, support
@@ -276,7 +276,7 @@ def _add(consumer: Consumer, index, state):
     return i + 2 * count, lax.cond(count > 0, visit, lambda: total)
 
 
-def _masked(needed: Range):
+def _masked(needed: Visited):
     """Whether pairs of a range of one block may be masked, if that can be."""
     return jnp.int32(needed.edges) > 0 if gradients.has_edges(needed) else False
 

@@ -29,7 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.ranges import Range, minimum
+from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support
@@ -115,7 +116,7 @@ class Program(gradients.Program):
     plan: Plan
     refs: Refs
     start: Any
-    needed: Range
+    needed: Visited
     count: Any
 
     @classmethod

@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
-from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
@@ -68,7 +68,7 @@ class KeyLoop:
     program: Program
     spec: AttentionSpec
     where: Where
-    blocks: Range
+    blocks: Visited
     first: Any
     count: Any
     edges: Any

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory
@@ -83,7 +83,7 @@ class Program:
         tile = self.scheduler.tile(slot)
         return WorkTile(*query_start(self.spec, self.plan.layout.at_tile(tile)))
 
-    def key_blocks(self, tile: WorkTile, all_running) -> tuple[Range, jax.Array]:
+    def key_blocks(self, tile: WorkTile, all_running) -> tuple[Visited, jax.Array]:
         """The blocks of keys that a tile's rows attend, and how many there are.
 
         All edges of the range come before its full blocks (`Range.at`). Only edges are

@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs, Recomputed
-from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Rows
@@ -83,7 +83,8 @@ class Inputs(NamedTuple):
         return [*arrays, *jax.tree.leaves(self.spec), *self.saved, *outputs]
 
     def with_visits(self, layout: memory.TileGrid) -> Inputs:
-        return self._replace(visits=visits_of(self.spec, layout))
+        visits = visits_of(self.spec, layout)
+        return self._replace(spec=self.spec.without_lists(), visits=visits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +295,7 @@ def recompute_rows(
     return pairs.recompute(scores, pairs.along(lse, "t"))
 
 
-def has_edges(needed: Range) -> bool:
+def has_edges(needed: Visited) -> bool:
     """Whether some block of a range may hold masked pairs, as far as is known here."""
     return not (isinstance(needed.edges, int) and needed.edges == 0)
 

@@ -35,7 +35,9 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
     has_operands = any(term.operands for term in spec.score.terms)
     wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
+    # Blocks of fewer rows divide those of lists, which then serve both passes.
     many = keys >= table.numbers.many_keys and not wants_registers
+    many = many and not spec.lists_blocks
     regime = "many keys" if many else "few keys"
     return table.blocks_of("forward", max(heads), regime)
 

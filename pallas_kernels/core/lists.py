@@ -1,0 +1,212 @@
+"""Lists of blocks: what each block visits, where blocks to skip lie in between.
+
+A `Range` names blocks that follow one another. A `BlockList` names any: for each block
+of rows how many others it visits, and which: first those with pairs that a mask drops
+(the edges), then those without (the full ones). In a program it is a `Walk`, which has
+the methods of a `Range`, so that no kernel knows which of the two it has.
+
+The blocks of a list may be larger than those of the kernel that walks it: then the
+kernel visits each of them in parts. One list serves kernels with blocks of any size
+that divides its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.core.axes import Named, whole_axis
+from pallas_kernels.core.ranges import Range, divide, loop, maximum, minimum, where
+
+# Bytes of the lists of one kernel, above which calls have ranges in place of lists.
+MOST_BYTES = 2**26
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockList:
+    """The blocks that each block of the own rows visits.
+
+    Each array is flat along one whole axis (`axes.whole_axis`), after axes of batch and
+    heads, so that kernels read it at numbers that they compute.
+
+    Attributes:
+      order: int32 [.., own blocks * others], for each own block the numbers of all
+        others: edges, full ones, and those that are not visited, each from first to
+        last.
+      edges, count: int32 [.., own blocks], how many of them are edges, and how many are
+        visited.
+      code: int32 [.., own blocks * others]: 0 of a block that is not visited, 1 of an
+        edge, 2 of a full one.
+      own, visited: rows of a block of either side (static).
+      size: all rows of the visited side (static).
+    """
+
+    order: Any
+    edges: Any
+    count: Any
+    code: Any
+    own: int = dataclasses.field(metadata={"static": True})
+    visited: int = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, code: Named, *, own: int, visited: int, size: int) -> BlockList:
+        """From the codes of all pairs of blocks.
+
+        Args:
+          code: int32 [.., own blocks, others].
+          own, visited, size: as the attributes.
+        """
+        value, lead = code.value, code.axes[:-2]
+        others = value.shape[-1]
+        numbers = jnp.arange(others, dtype=jnp.int32)
+        if size % visited:  # of what lies beyond the rows nothing may be read unmasked
+            last = numbers == others - 1
+            value = jnp.where(last, jnp.minimum(value, 1), value)
+        # Edges first, then full blocks: one array of distinct numbers to sort.
+        rank = jnp.where(value == 0, 2, value - 1)
+        ranked = lax.sort(rank * others + numbers, is_stable=False)
+        order = lax.rem(ranked, jnp.int32(others))
+
+        def flat(x: jax.Array) -> Named:
+            x = x.reshape(*x.shape[: len(lead)], -1)
+            return Named(x, (*lead, whole_axis(x.shape[-1])))
+
+        edges, count = (
+            jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (value == 1, value > 0)
+        )
+        order, edges, count, value = map(flat, (order, edges, count, value))
+        return cls(order, edges, count, value, own, visited, size)
+
+    @property
+    def others(self) -> int:
+        """How many blocks the visited side has."""
+        return -(-self.size // self.visited)
+
+    def fits(self, own: int, visited: int) -> bool:
+        """Whether a kernel with blocks of so many rows may walk the list."""
+        return self.own % own == 0 and self.visited % visited == 0
+
+    def codes(self) -> Named:
+        """[.., own blocks, others]"""
+        value = self.code.value
+        shape = *value.shape[:-1], -1, self.others
+        return Named(value.reshape(shape), (*self.code.axes[:-1], "own", "others"))
+
+    def walk(self, first, block: int) -> Walk:
+        """The visits of a program: arrays are read by `number` (`layout.Elements`).
+
+        Args:
+          first: a row of the program's own block.
+          block: rows of the kernel's blocks of the visited side.
+        """
+        own, parts = divide(first, self.own), self.visited // block
+        start = own * self.others
+        edges, count = self.edges.number(own), self.count.number(own)
+        beyond = self.others * parts - (-(-self.size // block))
+        if beyond:  # parts of the last block, which comes last of the edges
+            last = self.order.number(start + maximum(edges - 1, 0))
+            beyond = where((edges > 0) & (last == self.others - 1), beyond)
+        mid, end = edges * parts - beyond, count * parts - beyond
+        return Walk(self, start, parts, mid, beyond, jnp.int32(0), mid, end)
+
+
+class Walk(NamedTuple):
+    """What one block visits, as a `Range` says it: positions in a `BlockList`.
+
+    Attributes:
+      blocks: the list.
+      start: of the block's part of it.
+      parts: blocks of the kernel in a block of the list.
+      known_edges: how many positions are of edges.
+      skipped: how many are left out after them.
+      lo, mid, hi: the positions to visit, and from which on blocks are full.
+    """
+
+    blocks: BlockList
+    start: Any
+    parts: int
+    known_edges: Any
+    skipped: Any
+    lo: Any
+    mid: Any
+    hi: Any
+
+    def _block(self, position):
+        """The kernel's block at a position."""
+        if not isinstance(self.skipped, int):
+            is_beyond = jnp.asarray(position >= self.known_edges, jnp.int32)
+            position = position + is_beyond * self.skipped
+        entry = divide(position, self.parts)
+        found = self.blocks.order.number(self.start + entry)
+        return found * self.parts + (position - entry * self.parts)
+
+    def fold(self, visit, state):
+        """As of `Range`."""
+        return self.fold_edges(visit, self.fold_full(visit, state))
+
+    def fold_full(self, visit, state):
+        return self._fold(False, self.mid, self.hi, visit, state)
+
+    def fold_edges(self, visit, state):
+        return self._fold(True, self.lo, self.mid, visit, state)
+
+    def _fold(self, masked: bool, lo, hi, visit, state):
+        return loop(lo, hi, lambda i, x: visit(masked, self._block(i), x), state)
+
+    @property
+    def count(self):
+        return self.hi - self.lo
+
+    @property
+    def edges(self):
+        return self.mid - self.lo
+
+    @property
+    def any_full(self):
+        return self.mid < self.hi
+
+    def at(self, index) -> tuple[Any, Any]:
+        """As of `Range`."""
+        position = self.lo + index
+        return position < self.mid, self._block(position)
+
+    def in_order(self, index) -> tuple[Any, Any]:
+        """As `at`: the order is that of the list."""
+        return self.at(index)
+
+    def part(self, index, count: int) -> Walk:
+        first, last = (
+            self.lo + divide(self.count * i, count) for i in (index, index + 1)
+        )
+        mid = maximum(minimum(self.mid, last), first)
+        return self._replace(lo=first, mid=mid, hi=last)
+
+    def only(self, block) -> Range:
+        """The block, if it is visited."""
+        code = self.blocks.code.number(self.start + divide(block, self.parts))
+        is_full, is_needed = divide(code, 2), minimum(code, 1)
+        return Range(block, block, block + is_full, block + is_needed)
+
+    def with_an_edge(self, one) -> Walk:
+        missing = maximum(one - self.edges, 0)
+        return self._replace(mid=minimum(self.mid + missing, self.hi))
+
+    def all_edges(self, on: int | jax.Array = 1) -> Walk:
+        return self._replace(mid=self.mid + on * (self.hi - self.mid))
+
+    def with_a_block(self) -> Walk:
+        hi = maximum(self.hi, 1)
+        lo = minimum(self.lo, hi - 1)
+        # Of none the position that is added is an edge.
+        was_none = 1 - minimum(self.hi - self.lo, 1)
+        return self._replace(lo=lo, mid=self.mid + was_none * (hi - self.mid), hi=hi)
+
+
+# What a program visits, in either form.
+Visited = Range | Walk

@@ -1,0 +1,181 @@
+"""Faults of lists of blocks: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+LISTS = "tests/core/test_lists.py -k what_masks_keep"
+EXACT = "tests/core/test_lists.py -k functions_are_exact"
+WALKS = "tests/core/test_lists.py -k walks"
+OTHERS = "tests/core/test_lists.py -k other_rows"
+RUNS = "tests/core/test_lists.py -k keep_runs"
+VISITS = "tests/mosaic_gpu/test_listed_visits.py"
+CALLS = "tests/kernels/test_block_mask.py -k '{}'"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/lists.py",
+        (
+            "full blocks of a list before edges",
+            "rank = jnp.where(value == 0, 2, value - 1)",
+            "rank = jnp.where(value == 0, 2, 2 - value)",
+            LISTS,
+        ),
+        (
+            "a list's last block full beyond the rows",
+            "value = jnp.where(last, jnp.minimum(value, 1), value)",
+            "value = jnp.where(last, jnp.minimum(value, 2), value)",
+            LISTS,
+        ),
+        (
+            "a list of the block of another",
+            "start = own * self.others",
+            "start = own * (self.others - 1)",
+            WALKS,
+        ),
+        (
+            "parts of a list's block beyond the rows visited",
+            "mid, end = edges * parts - beyond, count * parts - beyond",
+            "mid, end = edges * parts, count * parts",
+            WALKS,
+        ),
+        (
+            "full blocks of a list too early",
+            "position = position + is_beyond * self.skipped",
+            "position = position + 0 * is_beyond",
+            WALKS,
+        ),
+        (
+            "a part of a list with the edges of all",
+            "return self._replace(lo=first, mid=mid, hi=last)",
+            "return self._replace(lo=first, hi=last)",
+            WALKS,
+        ),
+        (
+            "a tile of a list always full",
+            "is_full, is_needed = divide(code, 2), minimum(code, 1)",
+            "is_full, is_needed = minimum(code, 1), minimum(code, 1)",
+            WALKS,
+        ),
+        (
+            "a list without an edge gets none",
+            "missing = maximum(one - self.edges, 0)",
+            "missing = 0 * maximum(one - self.edges, 0)",
+            WALKS,
+        ),
+        (
+            "lists for blocks that do not divide theirs",
+            "return self.own % own == 0 and self.visited % visited == 0",
+            "return self.own >= own and self.visited >= visited",
+            VISITS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/masks/listed.py",
+        (
+            "the list of the forward in the backward",
+            'turned = code.ordered((*code.axes[:-2], "j", "i"))',
+            "turned = Named(code.value.reshape(tiling.counts[::-1]), ('j', 'i'))",
+            LISTS,
+        ),
+        (
+            "a block that meets others is what the fullest of them is",
+            "jnp.min(met, over) == 2",
+            "jnp.max(met, over) == 2",
+            OTHERS,
+        ),
+        (
+            "the last row of a run is not looked at",
+            "places.append(block - 1)",
+            "places.append(0)",
+            OTHERS,
+        ),
+        (
+            "stripes are as one run",
+            "step = math.gcd(step, numbering.stripe)",
+            "step = max(step, numbering.stripe)",
+            OTHERS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/exact.py",
+        (
+            "blocks get the code of the one after them",
+            "rank = lax.cumsum(is_open.astype(jnp.int32)) - 1",
+            "rank = lax.cumsum(is_open.astype(jnp.int32))",
+            EXACT,
+        ),
+        (
+            "blocks that intervals leave open are not looked at",
+            "is_open = codes == 1",
+            "is_open = codes == 3",
+            EXACT,
+        ),
+        (
+            "rows beyond the last count as kept",
+            "kept &= (rows < tiling.q_size) & (keys < tiling.kv_size)",
+            "kept &= rows >= 0",
+            EXACT,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "programs of one block of a list have the same turn",
+            'return before * (listed.own // rows["s"]) + within',
+            'return before * (listed.own // rows["s"])',
+            VISITS,
+        ),
+        (
+            "turns count blocks of a list, not programs",
+            'return before * (listed.own // rows["s"]) + within',
+            "return before + within",
+            VISITS,
+        ),
+        (
+            "programs beyond the keys add to dq",
+            "count = jnp.minimum(all_parts - number, parts)[:, None]",
+            "count = jnp.minimum(all_parts, parts + 0 * number)[:, None]",
+            VISITS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "a list of rows of a group asked by query",
+            "if self.repeat > 1 and not isinstance(self.table, BlockList):",
+            "if self.repeat > 1:",
+            CALLS.format("as_rows and False"),
+        ),
+        (
+            "lists of the first mask alone",
+            "return functools.reduce(operator.and_, found)",
+            "return next(found)",
+            CALLS.format("beside_other"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/masks/mod.py",
+        (
+            "rows of a group stand at their own numbers",
+            "divide(x, tiling.repeat) if tiling.repeat > 1 else x for x in rows",
+            "x for x in rows",
+            CALLS.format("as_rows and False"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/runs.py",
+        (
+            "two runs together are one",
+            'return _both(kinds, "valley")',
+            'return _both(kinds, "hill")',
+            RUNS,
+        ),
+        (
+            "a distance is not known to fall and then rise",
+            'if name == "abs":',
+            'if name == "":',
+            RUNS,
+        ),
+    ),
+]
