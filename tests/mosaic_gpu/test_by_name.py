@@ -183,7 +183,7 @@ SCALARS = {
         "logits_soft_cap": 30.0,
         "sinks": jnp.zeros(4),
         "score_mod": lambda score, b, h, q, kv: score * jnp.exp(-0.01 * (q - kv)),
-        "mask_mod": lambda b, h, q, kv: (q - kv) % 3 == 0,
+        "mask_mod": lambda b, h, q, kv: q - kv >= 3 - b,
     },
 }
 
