@@ -169,8 +169,10 @@ class _Reader:
                 done = self._position(test.position, mask)
             elif isinstance(test, Equal):
                 done = self._equal(test, mask)
-            else:
+            elif isinstance(test, Holds):
                 done = self._holds(test, mask)
+            else:
+                done = False
             if not done:
                 self._have_keys = False
                 self._dense.append(whole)
@@ -179,7 +181,10 @@ class _Reader:
         return self._cuts.operand(seen_through(operand, widened=False))
 
     def _of_data(self, data: Data, mask: Mask) -> Operand:
-        layout = tuple(() if i == NOWHERE else mask.layout[i] for i in data.axes)
+        places = zip(data.axes, data.value.shape, strict=True)
+        layout = tuple(
+            () if i == NOWHERE or size == 1 else mask.layout[i] for i, size in places
+        )
         return self._operand(Operand(data.value, layout))
 
     def _position(self, position: Position, mask: Mask) -> bool:

@@ -26,7 +26,15 @@ from jax_flash2._flashify.facts import (
     is_whole_row,
 )
 from jax_flash2._flashify.graph import Graph, Node, Value
-from jax_flash2._flashify.meaning import Choice, Data, Meanings, Number
+from jax_flash2._flashify.meaning import (
+    Choice,
+    Condition,
+    Data,
+    Meanings,
+    Number,
+    Unread,
+    negated,
+)
 
 # A number that masks: no score comes near it.
 LEAST_MASK = -1e4
@@ -96,6 +104,11 @@ class Matcher:
                 found = rule(node, known)
         except Lost as why:
             found = self._loss(node, known, str(why))
+        if found is not None and found.kind in OF_PAIRS and len(known) > 1:
+            if math.prod(node.outputs[0].shape) != digits.size_of(
+                x for dim in found.layout for x in dim
+            ):
+                found = self._loss(node, known, "scores are repeated")
         if found is not None:
             self.facts[node.outputs[0]] = found
 
@@ -228,7 +241,8 @@ class Matcher:
         if fact.kind in ("exp", "prob"):
             found = self._meanings.of(value)
             if isinstance(found, Choice) and (found.true, found.false) == (1, 0):
-                mask = Mask(found.condition, fact.layout, value, 0.0, -np.inf)
+                layout = over(value, fact.layout)
+                mask = Mask(found.condition, layout, value, 0.0, -np.inf)
                 return self._zeroed(fact, mask)
             raise Lost("probabilities are multiplied, as by dropout")
         raise Lost("scores are multiplied by an array")
@@ -295,6 +309,8 @@ class Matcher:
         steps = fact.steps
         if value.shape == ():
             return fact  # the same for all keys
+        if len(value.shape) != len(fact.layout):
+            raise Lost("an array of fewer axes is added")
         for term, factor in self._terms(value, sign, len(steps) + 8):
             found = self._meanings.of(term)
             if isinstance(found, Number):
@@ -302,7 +318,7 @@ class Matcher:
             mask = None
             if isinstance(found, Choice):
                 mask = _added_mask(term, found, factor, fact.layout)
-            bias = Bias(Operand(term, fact.layout), factor)
+            bias = Bias(Operand(term, over(term, fact.layout)), factor)
             steps = (*steps, bias if mask is None else mask)
         return fact.replace(steps=steps)
 
@@ -311,7 +327,7 @@ class Matcher:
         node = value.node
         if most and node and node.name in ("add", "sub") and not _is_known(self, value):
             left, right = node.inputs
-            if left.shape == right.shape == value.shape:
+            if len(left.shape) == len(right.shape):
                 other = factor if node.name == "add" else -factor
                 return [
                     *self._terms(left, factor, most - 1),
@@ -505,6 +521,12 @@ _WORDS = {
 assert set(OF_ROWS).isdisjoint(_WORDS)
 
 
+def over(value: Value, layout: digits.Layout) -> digits.Layout:
+    """The layout of an array that is broadcast, as scores have this one."""
+    pairs = zip(value.shape, layout, strict=True)
+    return tuple(dim if size > 1 else () for size, dim in pairs)
+
+
 def same_mask(a: Mask, b: Mask) -> bool:
     return a.layout == b.layout and a.condition == b.condition
 
@@ -536,14 +558,19 @@ def _added_mask(
 ) -> Mask | None:
     """The mask that adding one of two numbers is, if it is one."""
     true, false = float(found.true) * factor, float(found.false) * factor
+    condition: Condition | None = found.condition
+    dropped = float(found.false)
+    if false == 0:  # true where it drops
+        true, false, dropped = false, true, float(found.true)
+        condition = negated(found.condition)
     if true != 0 or not false <= LEAST_MASK:
         return None
     half = -false * float(jnp.finfo(term.aval.dtype).eps) / 4
     return Mask(
-        found.condition,
-        layout,
+        Condition((Unread(),)) if condition is None else condition,
+        over(term, layout),
         term,
-        float(found.false),
+        dropped,
         false,
         is_added=True,
         factor=factor,

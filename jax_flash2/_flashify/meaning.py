@@ -69,7 +69,12 @@ class Holds:
     is_true: bool = True
 
 
-Test = AtLeastZero | Equal | Holds
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """Something else."""
+
+
+Test = AtLeastZero | Equal | Holds | Unread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +183,8 @@ class Meanings:
         if node is None or len(node.outputs) != 1:
             return None
         if node.name == "iota":
-            return Position(((node.params["dimension"], 1),), 0)
+            axis = node.params["dimension"]
+            return Position(((axis, 1),) if value.shape[axis] > 1 else (), 0)
         moved = _moved_axes(node)
         if moved is not None:
             return _moved(self.of(node.inputs[0]), moved, value)
@@ -298,6 +304,8 @@ def _moved_tests(found: Condition, to: Sequence[int | None]) -> Condition:
             return AtLeastZero(dataclasses.replace(test.position, factors=kept))
         if isinstance(test, Equal):
             return Equal(_moved_data(test.left, to), _moved_data(test.right, to))
+        if isinstance(test, Unread):
+            return test
         return Holds(_moved_data(test.data, to), test.is_true)
 
     return Condition(tuple(map(moved, found.tests)))
