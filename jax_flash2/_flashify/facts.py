@@ -146,10 +146,12 @@ class Fact:
       shift: what was subtracted from the scores, by the value that it is.
       is_zeroed: whether probabilities of pairs that the one mask drops are 0, in rows
         without keys too.
-      is_safe: of a sum: whether it is no 0 where all exponentials are.
+      is_safe: of a sum: whether it is no 0 where all exponentials are. Of "sum_test":
+        whether it is true where the sum is 0, and not false there.
       values, weights, second: of "weighted": the operand of values, the exponentials or
         probabilities, and the product of both.
       exp_is_zeroed: whether exponentials of pairs that the one mask drops are 0.
+      total_dtype: where probabilities are exp(scores - lse), the type of lse.
       reason: of "lost".
     """
 
@@ -165,6 +167,7 @@ class Fact:
     weights: Value | None = None
     second: Node | None = None
     exp_is_zeroed: bool = False
+    total_dtype: Any = None
     reason: str = ""
 
     def replace(self, **changes) -> Fact:
@@ -173,6 +176,15 @@ class Fact:
     @property
     def is_of_rows(self) -> bool:
         return self.kind in OF_ROWS
+
+    @property
+    def likely_pairs(self) -> int:
+        """How many axes are all that one operand of the product has of its own."""
+        shape = self.product.node.outputs[0].shape
+        own = [
+            {i for i in self.product.free_axes(side) if shape[i] > 1} for side in (0, 1)
+        ]
+        return sum({x.axis for x in dim} in own for dim in self.layout if dim)
 
     def same_exponents(self, other: Fact) -> bool:
         """Whether a sum is that of these exponentials."""

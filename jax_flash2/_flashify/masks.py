@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._flashify.axes import Axes, Cuts, seen_through
@@ -70,6 +71,7 @@ class Masks:
       empty: what rows without keys give; `keeps` are then all masks, as the program has
         them.
       biases: masks that are better added.
+      is_sum: whether "mean" is to be times the number of keys.
     """
 
     window: tuple[int | None, int | None] | None
@@ -78,6 +80,7 @@ class Masks:
     empty: Empty
     keeps: tuple[Dense, ...]
     biases: tuple[Bias, ...]
+    is_sum: bool = False
 
     def operands(self) -> list[Operand]:
         own = [x.operand for x in (*self.dense, *self.keeps)]
@@ -100,12 +103,31 @@ def read_masks(fact: Fact, axes: Axes, cuts: Cuts, sizes: tuple[int, int]) -> Ma
     if reader.always_have_keys() or not masks or fact.is_zeroed:
         return reader.masks("none", ())
     empty = _empty(fact, masks)
+    is_sum = empty in ("mean", "mean of scores") and _adds_up_to_keys(
+        fact, masks, sizes[1]
+    )
     if empty is None:
         (mask,) = masks
         bias = Bias(seen_through(Operand(mask.predicate, mask.layout)), mask.factor)
         own = _Reader(axes, cuts, sizes)
         return own.masks("none", (dataclasses.replace(bias, operand=cuts.operand(bias.operand)),))
-    return reader.masks(empty, ())
+    return dataclasses.replace(reader.masks(empty, ()), is_sum=is_sum)
+
+
+def _adds_up_to_keys(fact: Fact, masks: list[Mask], keys: int) -> bool:
+    """Whether rows without keys have the sum of all values, not their mean.
+
+    Where scores are -1e9, so is their log-sum-exp: the logarithm of the number of keys
+    is rounded away, and all probabilities are exp(0).
+    """
+    if fact.total_dtype is None:
+        return False
+    rounding = -masks[0].fill * float(jnp.finfo(fact.total_dtype).eps) / 4
+    if rounding > math.log(keys):
+        return True
+    if rounding > 1e-4:
+        raise Lost("rows may have no keys, and rounding says what they give")
+    return False
 
 
 def _empty(fact: Fact, masks: list[Mask]) -> Empty | None:

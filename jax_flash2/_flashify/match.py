@@ -45,7 +45,6 @@ _PLAIN = (
     "copy",
     "copy_p",
     "convert_element_type",
-    "reduce_precision",
     "optimization_barrier",
     "name",
     "sharding_constraint",
@@ -89,9 +88,7 @@ class Matcher:
             return
         rule: Callable | None = getattr(self, f"_{node.name}", None)
         try:
-            lost = next((x for x in known if x is not None and x.kind == "lost"), None)
-            if lost is not None:
-                raise Lost(lost.reason)
+            known = _told_apart(node, known)
             if node.name in _PLAIN:
                 found = self._plain(node, known[0])
             elif node.name in _MOVES:
@@ -181,15 +178,13 @@ class Matcher:
     # Operations that keep the numbers.
 
     def _plain(self, node: Node, fact: Fact | None) -> Fact | None:
-        value = node.outputs[0]
-        if not jnp.issubdtype(value.aval.dtype, jnp.floating):
-            return self._integers(fact)
+        assert fact is not None
+        dtype = node.outputs[0].aval.dtype
+        if fact.kind in ("row", "sum_test"):
+            return fact.replace(kind="row", shift=node.outputs[0])
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+            raise Lost(f"scores are converted to {dtype.name}")
         return fact
-
-    def _integers(self, fact: Fact | None) -> Fact | None:
-        if fact is None or fact.kind in ("row", "sum_test"):
-            return fact
-        raise Lost("scores are converted to integers")
 
     def _moved(self, node: Node, fact: Fact | None) -> Fact | None:
         assert fact is not None
@@ -297,7 +292,8 @@ class Matcher:
         is_same = other.steps == fact.steps and other.product == fact.product
         is_whole = is_whole_row(other.layout, fact.layout, other.keys)
         if other.kind == "lse" and fact.kind == "scores" and is_same and is_whole:
-            return fact.replace(kind="log_prob", keys=other.keys)
+            dtype = value.aval.dtype
+            return fact.replace(kind="log_prob", keys=other.keys, total_dtype=dtype)
         if other.kind == "log_sum" and fact.kind == "shifted" and is_same and is_whole:
             if fact.shift is other.shift:
                 return fact.replace(kind="log_prob", keys=other.keys)
@@ -491,23 +487,28 @@ class Matcher:
             return known[1].replace(kind="inverse")
         return None
 
-    def _row_integer_pow(self, known, kinds, numbers) -> Fact | None:
-        del known, kinds, numbers
-        return None
-
     def _row_eq(self, known, kinds, numbers) -> Fact | None:
-        if "sum" in kinds and 0 in numbers:
-            return known[kinds.index("sum")].replace(kind="sum_test")
+        if kinds == ["sum", None] and numbers[1] == 0:
+            return known[0].replace(kind="sum_test", is_safe=True)
         return None
 
-    _row_gt = _row_eq
+    def _row_gt(self, known, kinds, numbers) -> Fact | None:
+        if kinds == ["sum", None] and numbers[1] == 0:
+            return known[0].replace(kind="sum_test", is_safe=False)
+        return None
+
+    _row_ne = _row_gt
 
     def _row_select_n(self, known, kinds, numbers) -> Fact | None:
-        if kinds[0] != "sum_test" or kinds.count("sum") != 1:
+        """where(sum == 0, number, sum), or the other way round."""
+        if kinds[0] != "sum_test" or kinds.count("sum") != 1 or None not in kinds:
             return None
-        total = known[kinds.index("sum")]
-        is_same = total.same_exponents(known[0])
-        return total.replace(is_safe=True) if is_same else None
+        test, total = known[0], known[kinds.index("sum")]
+        in_place = kinds[1 if test.is_safe else 2] == "sum"
+        number = numbers[2 if test.is_safe else 1]
+        if not in_place or number is None or not number > 0:
+            return None
+        return total.replace(is_safe=True) if total.same_exponents(test) else None
 
 
 _WORDS = {
@@ -540,6 +541,25 @@ def is_whole_row_or_less(row: Fact, pairs: Fact) -> bool:
         for a, b in zip(row.layout, pairs.layout, strict=True)
     )
     return row.product == pairs.product and in_place and len(own) < len(all_of)
+
+
+def _told_apart(node: Node, known: list[Fact | None]) -> list[Fact | None]:
+    """Without the facts of a bias that is made of a product, too."""
+    lost = [x for x in known if x is not None and x.kind == "lost"]
+    pairs = [x for x in known if x is not None and x.kind in ("scores", "shifted")]
+    if node.name not in ("add", "sub") or len(lost) + len(pairs) < 2 or not pairs:
+        if lost:
+            raise Lost(lost[0].reason)
+        return known
+    shape = node.outputs[0].shape
+
+    def rank(fact: Fact) -> tuple:
+        return fact.likely_pairs, node.inputs[known.index(fact)].shape == shape
+
+    best = max(pairs, key=rank)
+    if [rank(x) for x in pairs].count(rank(best)) > 1:
+        raise Lost("two arrays of scores meet")
+    return [x if x is best else None for x in known]
 
 
 def _is_known(matcher: Matcher, value: Value) -> bool:

@@ -122,6 +122,7 @@ _POINTWISE: dict[str, Callable] = {
     "and": np.logical_and,
     "or": np.logical_or,
 }
+_POSITIONS = ("int32", "int64", "float32", "float64")
 _COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 _SAME = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "name")
 
@@ -135,7 +136,10 @@ class Meanings:
     def of(self, value: Value) -> Meaning:
         value = value.origin
         if value not in self._known:
-            self._known[value] = self._found(value) or _itself(value)
+            found = self._found(value)
+            if isinstance(found, Position) and value.aval.dtype.name not in _POSITIONS:
+                found = None  # it may wrap, or be rounded
+            self._known[value] = found or _itself(value)
         return self._known[value]
 
     def number(self, value: Value) -> float | None:
@@ -240,7 +244,7 @@ def _of_constant(value: Value) -> Meaning | None:
             return Position(((axis, int(steps[0])),), int(first))
     if x.dtype != bool and x.ndim > 1:
         numbers = np.unique(x)
-        if numbers.size == 2:  # a mask as numbers
+        if numbers.size == 2 and not np.isnan(numbers).any():  # a mask as numbers
             low, high = numbers
             mask = Value(value.aval.update(dtype=np.dtype(bool)), constant=x == high)
             return Choice(Condition((Holds(_data(mask)),)), high, low)
@@ -316,9 +320,7 @@ def _converted(found: Meaning, value: Value) -> Meaning | None:
     if isinstance(found, Number):
         return Number(_cast(found.value, dtype))
     if isinstance(found, Position):
-        # Positions that a narrow type rounds are data.
-        is_exact = jnp.issubdtype(dtype, jnp.integer) or jnp.finfo(dtype).nmant >= 23
-        return found if dtype != jnp.bool_ and is_exact else None
+        return found if dtype.name in _POSITIONS else None
     if isinstance(found, Choice):
         if dtype == jnp.bool_:
             return _chosen(found.condition, found.true != 0, found.false != 0)

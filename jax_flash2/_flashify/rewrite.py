@@ -120,6 +120,8 @@ def _with_empty_rows(site: Site, read: Read, given, out: jax.Array) -> jax.Array
         empty = empty * jnp.nan
     if masks.empty == "mean of scores":
         empty = empty + _without_value(_linear(site, given, value - mean, group, wide))
+    if masks.is_sum:
+        empty = empty * size_of(axes.keys)
     return jnp.where(has_keys, out, empty.astype(out.dtype))
 
 

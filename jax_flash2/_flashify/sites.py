@@ -27,6 +27,7 @@ from jax_flash2._flashify.masks import Masks, read_masks
 from jax_flash2._flashify.match import Found
 from jax_flash2._flashify.meaning import AtLeastZero
 
+_MOST_HEAD_SIZE = 512
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -97,6 +98,8 @@ def site_of(found: Found, narrowed: Any) -> Site:
     keys = cuts.dim(sorted(fact.keys, key=lambda x: (x.axis, -x.stride)))
     rows_axis = _axis_of_positions(masks, {x.axis for x in keys})
     axes = axes_of(product, 1 - side, own, keys, rows_axis, cuts)
+    if max(map(size_of, (axes.depth, axes.width))) > _MOST_HEAD_SIZE:
+        raise Lost(f"heads wider than {_MOST_HEAD_SIZE}, which no kernel takes")
     read = read_masks(fact, axes, cuts, (size_of(axes.rows), size_of(axes.keys)))
     if read.empty == "mean of scores" and cap is not None:
         raise Lost("an added mask after a soft cap, and rows that may have no keys")
