@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._flashify.axes import Axes, Cuts, seen_through
-from jax_flash2._flashify.digits import Dim
+from jax_flash2._flashify.digits import Dim, size_of
 from jax_flash2._flashify.facts import Bias, Fact, Lost, Mask, Operand, Scale
 from jax_flash2._flashify.graph import is_known
 from jax_flash2._flashify.meaning import (
@@ -212,10 +212,13 @@ class _Reader:
     def _position(self, position: Position, mask: Mask) -> bool:
         """Whether it is a window, and part of the one that there is."""
         factors = {self._cuts.dim(mask.layout[i]): f for i, f in position.factors}
-        if not factors:
-            return position.constant >= 0
+        ends = (f * (size_of(dim) - 1) for dim, f in factors.items())
+        if not position.is_absolute and position.constant + sum(
+            min(x, 0) for x in ends
+        ) >= 0:
+            return True  # everywhere
         rows, keys = self._axes.rows, self._axes.keys
-        if position.is_absolute or set(factors) != {rows, keys} or rows == keys:
+        if position.is_absolute or not factors or set(factors) != {rows, keys} or rows == keys:
             return False
         if factors[rows] != -factors[keys] or abs(factors[rows]) != 1:
             return False
@@ -254,14 +257,16 @@ class _Reader:
     def _constant_window(self, operand: Operand, is_true: bool):
         """(left, right) of a constant mask that is one."""
         t, s = self._sizes
-        value, layout = operand.value, operand.layout
-        dims: list[Dim] = [x for x in layout if x]
-        rows, keys = self._axes.rows, self._axes.keys
-        if not is_known(value) or dims not in ([rows, keys], [keys, rows]):
+        value, rows, keys = operand.value, self._axes.rows, self._axes.keys
+        dims: list[Dim] = [x for x in operand.layout if x]
+        if not is_known(value) or not {rows, keys} <= {*dims} or not (rows and keys):
             return None
-        kept = np.asarray(value.constant).reshape([x for x in value.shape if x > 1])
-        kept = kept == is_true
-        kept = kept if dims == [rows, keys] else kept.T
+        kept = np.asarray(value.constant).reshape([size_of(x) for x in dims])
+        kept = np.moveaxis(kept == is_true, [dims.index(x) for x in (rows, keys)], [-2, -1])
+        kept = kept.reshape(-1, t, s)
+        if not (kept == kept[0]).all():  # of one batch entry, or one head
+            return None
+        kept = kept[0]
         q, k = np.nonzero(kept)
         if not q.size:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,10 @@ def arguments(site: Site, read: Read) -> dict[str, Any]:
         "logits_soft_cap": site.cap,
         "precision": site.precision,
     }
-    if site.biases:
-        found["bias"] = sum(_bias(x, axes, read) for x in site.biases)
-    return {k: x for k, x in (found | _masks(site, read)).items() if x is not None}
+    found |= _masks(site, read)
+    biases = [_bias(x, axes, read) for x in site.biases]
+    found |= _biases(biases, [x.size for x in axes.batch], found)
+    return {k: x for k, x in found.items() if x is not None}
 
 
 def result(site: Site, read: Read) -> jax.Array:
@@ -49,6 +51,41 @@ def result(site: Site, read: Read) -> jax.Array:
     out = _arranged(out, groups, site.layout)
     aval = site.root.outputs[0].aval
     return out.reshape(aval.shape).astype(aval.dtype)
+
+
+def _biases(
+    arrays: list[jax.Array], entries: list[int], found: dict[str, Any]
+) -> dict[str, Any]:
+    """One bias, and a function that adds those that would make it larger."""
+    total, others = None, []
+    for x in sorted(arrays, key=lambda x: -x.size):
+        shape = x.shape if total is None else jnp.broadcast_shapes(total.shape, x.shape)
+        if total is None or shape == total.shape or "query_offset" in found:
+            total = x if total is None else total + x
+        else:
+            others.append(_read_pairs(x, entries))
+
+    def score_mod(score, b, h, q, kv):
+        return score + sum(read(b, h, q, kv).astype(score.dtype) for read in others)
+
+    return {"bias": total} | ({"score_mod": score_mod} if others else {})
+
+
+def _read_pairs(array: jax.Array, entries: list[int]) -> Callable:
+    """A function of (b, h, q, kv) that reads an array with the axes of pairs.
+
+    Args:
+      entries: sizes of the axes of the batch, which b counts together.
+    """
+    own = array.shape[len(entries) :]
+    count = math.prod(entries)
+    if array.size == math.prod(own):
+        array = array.reshape(1, *own)
+    else:
+        array = jnp.broadcast_to(array, (*entries, *own)).reshape(count, *own)
+    places = [i for i, size in enumerate(array.shape) if size > 1]
+    array = array.reshape([array.shape[i] for i in places])
+    return lambda *pair: array[tuple(pair[i] for i in places)]
 
 
 def _bias(bias: Bias, axes: Axes, read: Read) -> jax.Array:
