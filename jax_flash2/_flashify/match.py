@@ -76,11 +76,17 @@ class Matcher:
 
     def run(self) -> None:
         facts = self.facts
-        for node in self._graph.nodes():
+        nodes = list(self._graph.nodes())
+        products = _before_exponentials(nodes)
+        if not products:
+            return
+        for node in nodes:
             known = [facts.get(x) for x in node.inputs]
+            is_known = any(x is not None for x in known)
             if node.name == "dot_general":
-                self._product(node, known)
-            elif any(x is not None for x in known):
+                if is_known or node in products:
+                    self._product(node, known, node in products)
+            elif is_known:
                 self._step(node, known)
 
     def _step(self, node: Node, known: list[Fact | None]) -> None:
@@ -122,7 +128,9 @@ class Matcher:
 
     # Products.
 
-    def _product(self, node: Node, known: list[Fact | None]) -> None:
+    def _product(
+        self, node: Node, known: list[Fact | None], may_be_scores: bool
+    ) -> None:
         of_weights = [
             i for i, x in enumerate(known) if x and x.kind in ("exp", "prob")
         ]
@@ -136,7 +144,7 @@ class Matcher:
                 self.lost.setdefault(node, (fact.product, str(why)))
             return
         value = node.outputs[0]
-        if jnp.issubdtype(value.aval.dtype, jnp.floating) and 0 not in value.shape:
+        if may_be_scores and jnp.issubdtype(value.aval.dtype, jnp.floating) and 0 not in value.shape:
             layout = tuple(digits.whole(i, x) for i, x in enumerate(value.shape))
             self.facts[value] = Fact(Product(node), "scores", layout)
 
@@ -520,6 +528,24 @@ _WORDS = {
     "weighted": "sums of values",
 }
 assert set(OF_ROWS).isdisjoint(_WORDS)
+
+
+def _before_exponentials(nodes: list[Node]) -> set[Node]:
+    """The products that exponentials are made of, with none in between."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    todo = [node for node in nodes if node.name in ("exp", "exp2")]
+    while todo:
+        for value in todo.pop().inputs:
+            node = value.node
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name == "dot_general":
+                found.add(node)
+            elif not node.inner:
+                todo.append(node)
+    return found
 
 
 def over(value: Value, layout: digits.Layout) -> digits.Layout:

@@ -61,7 +61,7 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     """The plan of a graph and of those inside of it."""
     matcher = Matcher(graph, meanings)
     matcher.run()
-    users = _users(graph)
+    users = _users(graph) if matcher.found else {}
     sites: dict[Node, Site] = {}
     left = [Left(node, product.node, why) for node, (product, why) in matcher.lost.items()]
     for found in matcher.found:
@@ -81,8 +81,7 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
                 inner[node] = name, own
     plan = Plan(graph, sites, left, inner)
     plan.left += [x for _, own in every for p in own if not p.has_sites for x in p.left]
-    _keep_what_others_need(plan)
-    _finish(plan)
+    _finish(plan, _kept_sites(plan))
     return plan
 
 
@@ -113,13 +112,18 @@ def _narrowed(root: Node, users: dict[Value, list[Node | None]]):
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= narrow else None
 
 
-def _keep_what_others_need(plan: Plan) -> None:
-    """Takes back the sites whose scores are computed all the same."""
+def _kept_sites(plan: Plan) -> set[Value]:
+    """Takes back the sites whose scores are computed all the same.
+
+    Returns:
+      All values that are read.
+    """
     while True:
-        live, _ = _needs(plan)
+        live, needed = _needs(plan)
         kept = {root: x for root, x in plan.sites.items() if x.product.node not in live}
         if len(kept) == len(plan.sites):
-            return
+            plan.live = live
+            return needed
         why = "scores or probabilities are used elsewhere"
         for root, site in plan.sites.items():
             if root not in kept:
@@ -144,8 +148,7 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     return live, needed
 
 
-def _finish(plan: Plan) -> None:
-    plan.live, needed = _needs(plan)
+def _finish(plan: Plan, needed: set[Value]) -> None:
     graph = plan.graph
     own = {*graph.inputs, *(x for node in graph.nodes() for x in node.outputs)}
     others = (x for x in needed if x not in own and x.constant is None)

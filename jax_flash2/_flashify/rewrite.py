@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_flash2._api import attention
 from jax_flash2._flashify.axes import Axes
-from jax_flash2._flashify.digits import FREE, Digit, Dim, Layout, size_of
+from jax_flash2._flashify.digits import FREE, Dim, Layout, size_of
 from jax_flash2._flashify.facts import Bias, Operand
 from jax_flash2._flashify.graph import Value
 from jax_flash2._flashify.masks import Dense
@@ -27,9 +28,9 @@ def arguments(site: Site, read: Read) -> dict[str, Any]:
     query = [*axes.of_batch, axes.rows, heads, axes.depth]
     key = [*axes.of_batch, axes.keys, axes.heads]
     found: dict[str, Any] = {
-        "query": _whole(site.query, query, read).astype(dtype),
-        "key": _whole(site.key, [*key, axes.depth], read).astype(dtype),
-        "value": _whole(site.value, [*key, axes.width], read).astype(dtype),
+        "query": _cast(_whole(site.query, query, read), dtype),
+        "key": _cast(_whole(site.key, [*key, axes.depth], read), dtype),
+        "value": _cast(_whole(site.value, [*key, axes.width], read), dtype),
         "scale": site.scale,
         "logits_soft_cap": site.cap,
         "precision": site.precision,
@@ -50,7 +51,7 @@ def result(site: Site, read: Read) -> jax.Array:
     groups = [*axes.of_batch, axes.rows, axes.heads + axes.group, axes.width]
     out = _arranged(out, groups, site.layout)
     aval = site.root.outputs[0].aval
-    return out.reshape(aval.shape).astype(aval.dtype)
+    return _cast(_reshaped(out, list(aval.shape)), aval.dtype)
 
 
 def _biases(
@@ -169,14 +170,14 @@ def _linear(site: Site, given, apart: jax.Array, group: int, wide) -> jax.Array:
     """
     query, key = (given[x].astype(wide) for x in ("query", "key"))
     count = size_of(site.axes.keys)
-    apart = jax.lax.stop_gradient(apart) * (site.scale / count)
+    apart = lax.stop_gradient(apart) * (site.scale / count)
     both = jnp.einsum("...skh,...skd->...khd", key, apart)
     return jnp.einsum("...tnh,...nhd->...tnd", query, jnp.repeat(both, group, axis=-3))
 
 
 def _without_value(x: jax.Array) -> jax.Array:
     """Zeros that have the gradient of x."""
-    return x - jax.lax.stop_gradient(x)
+    return x - lax.stop_gradient(x)
 
 
 # Axes.
@@ -185,36 +186,47 @@ def _without_value(x: jax.Array) -> jax.Array:
 def _whole(operand: Operand, groups: list[Dim], read: Read) -> jax.Array:
     """An operand with these axes, repeated along those that it has not."""
     found = _spread(operand, groups, read)
-    return jnp.broadcast_to(found, [size_of(x) for x in groups])
+    sizes = tuple(size_of(x) for x in groups)
+    return found if found.shape == sizes else jnp.broadcast_to(found, sizes)
 
 
 def _spread(operand: Operand, groups: list[Dim], read: Read) -> jax.Array:
     """An operand with these axes, of size 1 where it is constant."""
-    array, layout = read(operand.value), operand.layout
-    digits = [x for dim in layout for x in dim]
-    array = array.reshape([x.size for x in digits])
+    array = read(operand.value)
+    digits = [x for dim in operand.layout for x in dim]
+    array = _reshaped(array, [x.size for x in digits])
     for i in reversed([i for i, x in enumerate(digits) if x.axis == FREE]):
-        array = jax.lax.index_in_dim(array, 0, i, keepdims=False)
+        array = lax.index_in_dim(array, 0, i, keepdims=False)
     digits = [x for x in digits if x.axis != FREE]
     wanted = [x for dim in groups for x in dim]
-    array = array.transpose([digits.index(x) for x in wanted if x in digits])
-    array = array.reshape([x.size if x in digits else 1 for x in wanted])
-    return _grouped(array, groups, digits)
-
-
-def _grouped(array: jax.Array, groups: list[Dim], known: list[Digit]) -> jax.Array:
-    """Digits of an axis put together: all of them, or none."""
+    array = _transposed(array, [digits.index(x) for x in wanted if x in digits])
     shape, sizes = [], []
-    for dim in groups:
-        has_any = any(x in known for x in dim)
+    for dim in groups:  # an axis has all of its digits, or none
+        has_any = any(x in digits for x in dim)
         shape += [x.size if has_any else 1 for x in dim]
         sizes.append(size_of(dim) if has_any else 1)
-    return jnp.broadcast_to(array, shape).reshape(sizes)
+    array = _reshaped(array, [x.size if x in digits else 1 for x in wanted])
+    if list(array.shape) != shape:
+        array = jnp.broadcast_to(array, shape)
+    return _reshaped(array, sizes)
 
 
 def _arranged(array: jax.Array, groups: list[Dim], layout: Layout) -> jax.Array:
     """From these axes to those of a layout, digit by digit."""
     digits = [x for dim in groups for x in dim]
-    array = array.reshape([x.size for x in digits])
-    wanted = [x for dim in layout for x in dim]
-    return array.transpose([digits.index(x) for x in wanted])
+    array = _reshaped(array, [x.size for x in digits])
+    return _transposed(array, [digits.index(x) for dim in layout for x in dim])
+
+
+def _reshaped(array: jax.Array, shape: list[int]) -> jax.Array:
+    array = jnp.asarray(array)
+    return array if list(array.shape) == shape else lax.reshape(array, shape)
+
+
+def _transposed(array: jax.Array, order: list[int]) -> jax.Array:
+    is_same = order == list(range(len(order)))
+    return array if is_same else lax.transpose(array, order)
+
+
+def _cast(array: jax.Array, dtype: Any) -> jax.Array:
+    return array if array.dtype == dtype else lax.convert_element_type(array, dtype)
