@@ -1,7 +1,7 @@
 """FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels.
 
-Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
-for Flax's attention modules, `Context` and `stripe` for sequences sharded over
+Start with `attention`; `explain` says which kernels run, and why. `flashify` finds the
+attention of a whole model and computes it so. `flax_attention` is for Flax's modules, `Context` and `stripe` for sequences sharded over
 devices, `merge` for results over parts of the keys, `Config` for block sizes, `nn` for
 libraries that call jax.nn's attention.
 """
@@ -11,6 +11,7 @@ from jax_flash2 import _derivatives as _derivatives
 from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
+from jax_flash2._flashify import flashify
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "flashify",
     "flax_attention",
     "merge",
     "nn",

@@ -100,7 +100,7 @@ def _before(node, layout: Layout, widened: bool) -> tuple | None:
         return value, found, value.aval.size < node.outputs[0].aval.size
     if node.name == "tile":
         return _before_tile(value, layout, params["reps"])
-    if node.name in ("copy", "copy_p"):
+    if node.name in ("copy", "copy_p", "pvary", "pcast"):
         return value, layout, False
     if node.name == "convert_element_type" and widened:
         is_wider = value.aval.dtype.itemsize < node.outputs[0].aval.dtype.itemsize

@@ -96,9 +96,11 @@ def _with_inner(node: Node, name: str, plans, args: list[Any], read) -> list[Any
         jaxprs.append(jaxpr)
         arrays.append(consts)
     consts = [x for own in arrays for x in own]
-    new = [
-        _with_arguments(x, arrays, i, len(values)) for i, x in enumerate(jaxprs)
-    ] if consts else jaxprs
+    new = (
+        [_with_arguments(x, arrays, i, len(values)) for i, x in enumerate(jaxprs)]
+        if consts
+        else jaxprs
+    )
     is_closed = hasattr(own[0] if several else own, "consts")
     new = [x if is_closed else x.jaxpr for x in new]
     added = [*consts, *extra]

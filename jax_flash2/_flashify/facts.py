@@ -113,9 +113,7 @@ class Product:
         """With the digits of the product's axes."""
         contracted, batch = (x[side] for x in self.dimensions)
         value = self.node.inputs[side]
-        others = [
-            i for i in range(len(value.shape)) if i not in (*contracted, *batch)
-        ]
+        others = [i for i in range(len(value.shape)) if i not in (*contracted, *batch)]
         left = self.dimensions[1][0]
         first = len(left)
         if side == 1:

@@ -110,7 +110,9 @@ def read_masks(fact: Fact, axes: Axes, cuts: Cuts, sizes: tuple[int, int]) -> Ma
         (mask,) = masks
         bias = Bias(seen_through(Operand(mask.predicate, mask.layout)), mask.factor)
         own = _Reader(axes, cuts, sizes)
-        return own.masks("none", (dataclasses.replace(bias, operand=cuts.operand(bias.operand)),))
+        return own.masks(
+            "none", (dataclasses.replace(bias, operand=cuts.operand(bias.operand)),)
+        )
     return dataclasses.replace(reader.masks(empty, ()), is_sum=is_sum)
 
 
@@ -213,12 +215,18 @@ class _Reader:
         """Whether it is a window, and part of the one that there is."""
         factors = {self._cuts.dim(mask.layout[i]): f for i, f in position.factors}
         ends = (f * (size_of(dim) - 1) for dim, f in factors.items())
-        if not position.is_absolute and position.constant + sum(
-            min(x, 0) for x in ends
-        ) >= 0:
+        if (
+            not position.is_absolute
+            and position.constant + sum(min(x, 0) for x in ends) >= 0
+        ):
             return True  # everywhere
         rows, keys = self._axes.rows, self._axes.keys
-        if position.is_absolute or not factors or set(factors) != {rows, keys} or rows == keys:
+        if (
+            position.is_absolute
+            or not factors
+            or set(factors) != {rows, keys}
+            or rows == keys
+        ):
             return False
         if factors[rows] != -factors[keys] or abs(factors[rows]) != 1:
             return False
@@ -262,7 +270,9 @@ class _Reader:
         if not is_known(value) or not {rows, keys} <= {*dims} or not (rows and keys):
             return None
         kept = np.asarray(value.constant).reshape([size_of(x) for x in dims])
-        kept = np.moveaxis(kept == is_true, [dims.index(x) for x in (rows, keys)], [-2, -1])
+        kept = np.moveaxis(
+            kept == is_true, [dims.index(x) for x in (rows, keys)], [-2, -1]
+        )
         kept = kept.reshape(-1, t, s)
         if not (kept == kept[0]).all():  # of one batch entry, or one head
             return None

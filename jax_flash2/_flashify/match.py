@@ -48,6 +48,8 @@ _PLAIN = (
     "optimization_barrier",
     "name",
     "sharding_constraint",
+    "pvary",
+    "pcast",
 )
 _MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
 
@@ -131,9 +133,7 @@ class Matcher:
     def _product(
         self, node: Node, known: list[Fact | None], may_be_scores: bool
     ) -> None:
-        of_weights = [
-            i for i, x in enumerate(known) if x and x.kind in ("exp", "prob")
-        ]
+        of_weights = [i for i, x in enumerate(known) if x and x.kind in ("exp", "prob")]
         if len(of_weights) == 1:
             (side,) = of_weights
             fact = known[side]
@@ -144,7 +144,11 @@ class Matcher:
                 self.lost.setdefault(node, (fact.product, str(why)))
             return
         value = node.outputs[0]
-        if may_be_scores and jnp.issubdtype(value.aval.dtype, jnp.floating) and 0 not in value.shape:
+        if (
+            may_be_scores
+            and jnp.issubdtype(value.aval.dtype, jnp.floating)
+            and 0 not in value.shape
+        ):
             layout = tuple(digits.whole(i, x) for i, x in enumerate(value.shape))
             self.facts[value] = Fact(Product(node), "scores", layout)
 
@@ -161,7 +165,9 @@ class Matcher:
             for i, size in enumerate(other.shape)
         ]
         rows = [
-            dim for i, dim in enumerate(own) if i not in (*contracted[side], *batch[side])
+            dim
+            for i, dim in enumerate(own)
+            if i not in (*contracted[side], *batch[side])
         ]
         free = [x for i, x in enumerate(layout) if i not in to]
         both = [rows, free] if side == 0 else [free, rows]
@@ -169,7 +175,12 @@ class Matcher:
         operand = Operand(other, tuple(layout))
         weights = node.inputs[side]
         found = fact.replace(
-            kind="weighted", layout=out, keys=keys, values=operand, weights=weights, second=node
+            kind="weighted",
+            layout=out,
+            keys=keys,
+            values=operand,
+            weights=weights,
+            second=node,
         )
         if fact.kind == "exp":
             self.facts[node.outputs[0]] = found
@@ -205,7 +216,9 @@ class Matcher:
             for i, to in enumerate(places):
                 rows[to] = layout[i] if old[i] == new[to] else digits.free(new[to])
             found = tuple(rows)
-            if fact.kind in (*OF_PAIRS, "weighted") and math.prod(old) != math.prod(new):
+            if fact.kind in (*OF_PAIRS, "weighted") and math.prod(old) != math.prod(
+                new
+            ):
                 raise Lost("scores are repeated")
         else:
             found = digits.reshaped(layout, new)
@@ -357,7 +370,9 @@ class Matcher:
             return fact.replace(kind="prob")
         if fact.kind not in ("scores", "shifted"):
             raise Lost("exponentials of exponentials")
-        return fact.replace(kind="exp", shift=fact.shift or fact.product.node.outputs[0])
+        return fact.replace(
+            kind="exp", shift=fact.shift or fact.product.node.outputs[0]
+        )
 
     def _exp2(self, node: Node, known) -> Fact:
         (fact,) = known
@@ -477,7 +492,11 @@ class Matcher:
         if "sum" not in kinds or kinds.count(None) != 1:
             return None
         total, number = known[kinds.index("sum")], numbers[kinds.index(None)]
-        if number is None or not 0 < number <= _MOST_EPSILON or not self._is_exact(total):
+        if (
+            number is None
+            or not 0 < number <= _MOST_EPSILON
+            or not self._is_exact(total)
+        ):
             return None
         return total.replace(is_safe=True)
 

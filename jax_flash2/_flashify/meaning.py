@@ -124,7 +124,15 @@ _POINTWISE: dict[str, Callable] = {
 }
 _POSITIONS = ("int32", "int64", "float32", "float64")
 _COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
-_SAME = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "name")
+_SAME = (
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "optimization_barrier",
+    "name",
+    "pvary",
+    "pcast",
+)
 
 
 class Meanings:
@@ -165,7 +173,9 @@ class Meanings:
                 tuple(t for x in node.inputs for t in self.condition(x, False).tests)
             )
         own = negated(found)
-        return _holds(value, when) if own is None else Condition(self._expanded(own.tests))
+        return (
+            _holds(value, when) if own is None else Condition(self._expanded(own.tests))
+        )
 
     def _expanded(self, tests: tuple[Test, ...]) -> tuple[Test, ...]:
         """Neither a nor b holds where not (a or b) does."""

@@ -63,7 +63,9 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     matcher.run()
     users = _users(graph) if matcher.found else {}
     sites: dict[Node, Site] = {}
-    left = [Left(node, product.node, why) for node, (product, why) in matcher.lost.items()]
+    left = [
+        Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
+    ]
     for found in matcher.found:
         try:
             sites[found.root] = site_of(found, _narrowed(found.root, users))

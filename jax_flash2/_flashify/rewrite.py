@@ -103,7 +103,9 @@ def _masks(site: Site, read: Read) -> dict[str, Any]:
     if masks.segments is not None:
         rows, keys = masks.segments
         names = ("query_segment_ids", "key_value_segment_ids")
-        for name, x, own in zip(names, (rows, keys), (axes.rows, axes.keys), strict=True):
+        for name, x, own in zip(
+            names, (rows, keys), (axes.rows, axes.keys), strict=True
+        ):
             found[name] = _whole(x, [*axes.of_batch, own], read).astype(jnp.int32)
     if masks.dense:
         kept = [_kept(x, axes, read) for x in masks.dense]
@@ -124,7 +126,9 @@ def _window(left: int | None, right: int | None) -> dict[str, Any]:
     if right == 0:
         found["is_causal"] = True
     if left is not None or right:
-        right = None if right == 0 else right - offset if right and offset > 0 else right
+        right = (
+            None if right == 0 else right - offset if right and offset > 0 else right
+        )
         found["local_window_size"] = (left, right)
     return found
 

@@ -87,12 +87,14 @@ def site_of(found: Found, narrowed: Any) -> Site:
     operands = [seen_through(product.operand(x)) for x in (1 - side, side)]
     operands.append(seen_through(found.values))
     scale, cap, terms = _terms(fact)
-    biases = [
-        Bias(seen_through(x.operand, widened=False), x.factor) for x in terms
-    ]
+    biases = [Bias(seen_through(x.operand, widened=False), x.factor) for x in terms]
     layouts = [x.layout for x in (*operands, *(x.operand for x in biases))]
     masks = [x for x in fact.steps if isinstance(x, Mask)]
-    layouts += [found.layout, tuple((x,) for x in fact.keys), *(x.layout for x in masks)]
+    layouts += [
+        found.layout,
+        tuple((x,) for x in fact.keys),
+        *(x.layout for x in masks),
+    ]
     cuts = Cuts(layouts)
     own = [cuts.operand(x) for x in operands]
     keys = cuts.dim(sorted(fact.keys, key=lambda x: (x.axis, -x.stride)))

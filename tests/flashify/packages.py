@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tests.flashify.models import Model, _normal
 
@@ -184,4 +183,3 @@ def haliax() -> Model:
 
 
 PACKAGES = (haiku, equinox, linen, nnx, gemma, tunix, penzai, haliax)
-assert np is not None

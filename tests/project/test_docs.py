@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "jax_flash2",
     "jax_flash2._api",
+    "jax_flash2._flashify.transform",
     "jax_flash2._flax",
     "jax_flash2._merge",
     "jax_flash2._rows",
