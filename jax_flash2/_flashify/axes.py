@@ -8,12 +8,9 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jax_flash2._flashify.digits import (
-    FREE,
     Digit,
     Dim,
     Layout,
-    free,
-    joined,
     refined,
     reshaped,
 )

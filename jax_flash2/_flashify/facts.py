@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from jax_flash2._flashify.conditions import Condition
 from jax_flash2._flashify.digits import FREE, Digit, Layout, whole
 from jax_flash2._flashify.graph import Node, Value
-from jax_flash2._flashify.meaning import Condition
 
 # Axes of a product are numbered as in its result; contracted axes, and axes that values
 # alone have, count from these.

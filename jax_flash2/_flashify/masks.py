@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._flashify.axes import Axes, Cuts, seen_through
-from jax_flash2._flashify.digits import Dim, size_of
-from jax_flash2._flashify.facts import Bias, Fact, Lost, Mask, Operand, Scale
-from jax_flash2._flashify.graph import is_known
-from jax_flash2._flashify.meaning import (
+from jax_flash2._flashify.conditions import (
     NOWHERE,
     AtLeastZero,
     Data,
@@ -21,6 +18,9 @@ from jax_flash2._flashify.meaning import (
     Holds,
     Position,
 )
+from jax_flash2._flashify.digits import Dim, size_of
+from jax_flash2._flashify.facts import Bias, Fact, Lost, Mask, Operand, Scale
+from jax_flash2._flashify.graph import is_known
 
 # What a row without keys gives: there is none, or 0 as in `attention`; the mean of the
 # values, with the gradient of a constant, or with that of scores too; NaN.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_flash2._flashify.facts import Lost
 from jax_flash2._flashify.graph import Call, Graph, Node, Value, nodes_of
-from jax_flash2._flashify.match import Found, Matcher
+from jax_flash2._flashify.match import Matcher
 from jax_flash2._flashify.meaning import Meanings
 from jax_flash2._flashify.sites import Site, site_of
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash2._flashify.axes import Axes, Cuts, axes_of, seen_through
+from jax_flash2._flashify.conditions import AtLeastZero
 from jax_flash2._flashify.digits import Layout, size_of
 from jax_flash2._flashify.facts import (
     Bias,
@@ -25,7 +26,6 @@ from jax_flash2._flashify.facts import (
 from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.masks import Masks, read_masks
 from jax_flash2._flashify.match import Found
-from jax_flash2._flashify.meaning import AtLeastZero
 
 _MOST_HEAD_SIZE = 512
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

@@ -29,4 +29,3 @@ def test_packages(package):
     report = check_model(model)
     for site in report.replaced:
         assert model.recognised <= set(site.arguments), str(report)
-        assert "mask" not in site.arguments, str(report)

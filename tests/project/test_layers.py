@@ -19,9 +19,13 @@ RUNTIME = {"jax", "jaxlib", "numpy"}
 FLASHIFY = (  # of `flashify`, in the order of its stages
     "digits",
     "graph",
+    "conditions",
+    "arithmetic",
     "meaning",
     "facts",
     "axes",
+    "row_rules",
+    "score_rules",
     "match",
     "masks",
     "sites",
