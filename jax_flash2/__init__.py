@@ -1,9 +1,10 @@
 """FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels.
 
 Start with `attention`; `explain` says which kernels run, and why. `flashify` finds the
-attention of a whole model and computes it so. `flax_attention` is for Flax's modules, `Context` and `stripe` for sequences sharded over
-devices, `merge` for results over parts of the keys, `Config` for block sizes, `nn` for
-libraries that call jax.nn's attention.
+attention of a whole model and computes it so. `flax_attention` is for Flax's modules,
+`Context` and `stripe` for sequences sharded over devices, `merge` for results over
+parts of the keys, `Config` for block sizes, `nn` for libraries that call jax.nn's
+attention.
 """
 
 # For their rules alone.

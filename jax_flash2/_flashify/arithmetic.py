@@ -103,11 +103,12 @@ def selected(
     other = negated(which)
     if isinstance(true, Number) and isinstance(false, Condition) and not true.value:
         return other and Condition(other.tests + false.tests)
-    if isinstance(false, Number) and isinstance(true, Choice):
-        if np.array_equal(true.false, false.value):
-            tests = which.tests + true.condition.tests
-            return Choice(Condition(tests), true.true, true.false)
-    return None
+    if not (isinstance(false, Number) and isinstance(true, Choice)):
+        return None
+    if not np.array_equal(true.false, false.value):
+        return None
+    tests = which.tests + true.condition.tests
+    return Choice(Condition(tests), true.true, true.false)
 
 
 def pointwise(name: str, args: tuple[Meaning, ...], value: Value) -> Meaning | None:
@@ -128,9 +129,9 @@ def pointwise(name: str, args: tuple[Meaning, ...], value: Value) -> Meaning | N
         return _either(args)
     if all(isinstance(x, Position | Number) for x in args):
         return _of_positions(name, args, dtype)
-    if name in ("eq", "ne") and all(isinstance(x, Data) for x in args):
-        left, right = args
-        both = Condition((Equal(left, right),))
+    data = [x for x in args if isinstance(x, Data)]
+    if name in ("eq", "ne") and len(data) == 2:
+        both = Condition((Equal(*data),))
         return both if name == "eq" else Choice(both, np.False_, np.True_)
     return None
 

@@ -1,4 +1,4 @@
-"""Words for what small arrays mean: numbers, positions, conditions; moved and negated."""
+"""What small arrays may mean: numbers, positions, conditions; moved and negated."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ a product are digits of the product's axes, from the highest on.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -97,8 +98,8 @@ def refined(digits: Iterable[Digit], others: Iterable[Digit]) -> Dim | None:
         end = x.stride * x.size
         inner = (c for c in cuts.get(x.axis, ()) if x.stride < c < end)
         places = [x.stride, *sorted(inner), end]
-        if any(b % a for a, b in zip(places, places[1:], strict=False)):
+        if any(b % a for a, b in itertools.pairwise(places)):
             return None
-        pairs = zip(places, places[1:], strict=False)
+        pairs = itertools.pairwise(places)
         found += [Digit(x.axis, a, b // a) for a, b in reversed(list(pairs))]
     return tuple(x for x in found if x.size > 1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from jax import lax
 from jax.extend import source_info_util
 
@@ -97,7 +98,7 @@ def _with_inner(node: Node, name: str, plans, args: list[Any], read) -> list[Any
         arrays.append(consts)
     consts = [x for own in arrays for x in own]
     new = (
-        [_with_arguments(x, arrays, i, len(values)) for i, x in enumerate(jaxprs)]
+        [_with_arguments(x, arrays, i) for i, x in enumerate(jaxprs)]
         if consts
         else jaxprs
     )
@@ -121,9 +122,8 @@ def _retraced(plan: Plan, old: Any, values: list[Value], extra: list[Any]):
     return closed, list(closed.consts)
 
 
-def _with_arguments(closed: Any, arrays: list[list], number: int, count: int):
+def _with_arguments(closed: Any, arrays: list[list], number: int) -> Any:
     """A closed jaxpr whose constants, and those of the others, are inputs."""
-    del count
     sizes = [len(x) for x in arrays]
     first, total = sum(sizes[:number]), sum(sizes)
 

@@ -47,7 +47,7 @@ class Cap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bias:
+class Added:
     """scores + factor * operand."""
 
     operand: Operand
@@ -77,7 +77,7 @@ class Mask:
     vanishes: bool = True
 
 
-Step = Scale | Cap | Bias | Mask
+Step = Scale | Cap | Added | Mask
 Kind = Literal[
     "scores",  # steps of the product
     "shifted",  # scores - a number of the row

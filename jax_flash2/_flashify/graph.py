@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.extend.core import Literal
 

@@ -19,7 +19,7 @@ from jax_flash2._flashify.conditions import (
     Position,
 )
 from jax_flash2._flashify.digits import Dim, size_of
-from jax_flash2._flashify.facts import Bias, Fact, Lost, Mask, Operand, Scale
+from jax_flash2._flashify.facts import Added, Fact, Lost, Mask, Operand, Scale
 from jax_flash2._flashify.graph import is_known
 
 # What a row without keys gives: there is none, or 0 as in `attention`; the mean of the
@@ -79,7 +79,7 @@ class Masks:
     dense: tuple[Dense, ...]
     empty: Empty
     keeps: tuple[Dense, ...]
-    biases: tuple[Bias, ...]
+    biases: tuple[Added, ...]
     is_sum: bool = False
 
     def operands(self) -> list[Operand]:
@@ -108,7 +108,7 @@ def read_masks(fact: Fact, axes: Axes, cuts: Cuts, sizes: tuple[int, int]) -> Ma
     )
     if empty is None:
         (mask,) = masks
-        bias = Bias(seen_through(Operand(mask.predicate, mask.layout)), mask.factor)
+        bias = Added(seen_through(Operand(mask.predicate, mask.layout)), mask.factor)
         own = _Reader(axes, cuts, sizes)
         return own.masks(
             "none", (dataclasses.replace(bias, operand=cuts.operand(bias.operand)),)
@@ -135,7 +135,7 @@ def _adds_up_to_keys(fact: Fact, masks: list[Mask], keys: int) -> bool:
 def _empty(fact: Fact, masks: list[Mask]) -> Empty | None:
     """What a row without keys gives, or None if the one mask is a bias there."""
     first = fact.steps.index(masks[0])
-    biases = [i for i, x in enumerate(fact.steps) if isinstance(x, Bias)]
+    biases = [i for i, x in enumerate(fact.steps) if isinstance(x, Added)]
     if all(np.isneginf(x.fill) for x in masks):
         return "nan"
     if len(masks) == 1 and masks[0].is_added:
@@ -170,7 +170,7 @@ class _Reader:
         left, right = self._segments
         return left.value is right.value and t == s and self._window.has_diagonal()
 
-    def masks(self, empty: Empty, biases: tuple[Bias, ...]) -> Masks:
+    def masks(self, empty: Empty, biases: tuple[Added, ...]) -> Masks:
         t, s = self._sizes
         left, right = self._window.left, self._window.right
         left = None if left is None or left >= t - 1 else left

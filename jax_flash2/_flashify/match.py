@@ -83,9 +83,8 @@ class Matcher(ScoreRules):
         except Lost as why:
             found = self._loss(node, known, str(why))
         if found is not None and found.kind in OF_PAIRS and len(known) > 1:
-            if math.prod(node.outputs[0].shape) != digits.size_of(
-                x for dim in found.layout for x in dim
-            ):
+            size = digits.size_of(x for dim in found.layout for x in dim)
+            if size != math.prod(node.outputs[0].shape):
                 found = self._loss(node, known, "scores are repeated")
         if found is not None:
             self.facts[node.outputs[0]] = found

@@ -95,14 +95,14 @@ class Meanings:
         """Neither a nor b holds where not (a or b) does."""
         found: list[Test] = []
         for test in tests:
-            is_false = isinstance(test, Holds) and not test.is_true
-            node = test.data.value.node if is_false else None
-            if not is_false or node is None or node.name != "or":
+            data = test.data if isinstance(test, Holds) and not test.is_true else None
+            node = None if data is None else data.value.node
+            if data is None or node is None or node.name != "or":
                 found.append(test)
                 continue
             for x in node.inputs:
                 own = self.condition(x, False)
-                found += moved_tests(own, test.data.axes).tests
+                found += moved_tests(own, data.axes).tests
         return tuple(found)
 
     def _found(self, value: Value) -> Meaning | None:
@@ -125,7 +125,8 @@ class Meanings:
             power = np.asarray(node.params["y"], np.float64)
             return pointwise("pow", (self.of(node.inputs[0]), Number(power)), value)
         if node.name == "select_n" and len(node.inputs) == 3:
-            return selected(*map(self.of, node.inputs), value)
+            which, false, true = map(self.of, node.inputs)
+            return selected(which, false, true, value)
         if node.name == "and" and value.aval.dtype == jnp.bool_:
             tests = (self.condition(x).tests for x in node.inputs)
             return Condition(tuple(test for own in tests for test in own))

@@ -13,7 +13,7 @@ from jax import lax
 from jax_flash2._api import attention
 from jax_flash2._flashify.axes import Axes
 from jax_flash2._flashify.digits import FREE, Dim, Layout, size_of
-from jax_flash2._flashify.facts import Bias, Operand
+from jax_flash2._flashify.facts import Added, Operand
 from jax_flash2._flashify.graph import Value
 from jax_flash2._flashify.masks import Dense
 from jax_flash2._flashify.sites import Site
@@ -89,7 +89,7 @@ def _read_pairs(array: jax.Array, entries: list[int]) -> Callable:
     return lambda *pair: array[tuple(pair[i] for i in places)]
 
 
-def _bias(bias: Bias, axes: Axes, read: Read) -> jax.Array:
+def _bias(bias: Added, axes: Axes, read: Read) -> jax.Array:
     array = _spread(bias.operand, axes.pairs, read)
     wide = jnp.promote_types(array.dtype, jnp.float32) if bias.factor != 1 else None
     return array if wide is None else array.astype(wide) * bias.factor
@@ -159,7 +159,7 @@ def _with_empty_rows(site: Site, read: Read, given, out: jax.Array) -> jax.Array
     mean = jnp.mean(value, axis=-3, keepdims=True)
     empty = jnp.repeat(mean, group, axis=-2)
     if masks.empty == "nan":
-        empty = empty * jnp.nan
+        empty = jnp.full_like(empty, jnp.nan)  # no NaN in others' gradients
     if masks.empty == "mean of scores":
         empty = empty + _without_value(_linear(site, given, value - mean, group, wide))
     if masks.is_sum:

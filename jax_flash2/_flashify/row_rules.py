@@ -15,7 +15,7 @@ _MOST_EPSILON = 1e-6
 
 
 class RowRules:
-    """`facts` of values, and `meanings`; a rule takes a node and facts of its inputs."""
+    """A rule takes a node and the facts of its inputs."""
 
     def __init__(self, meanings: Meanings):
         self._meanings = meanings
@@ -83,7 +83,7 @@ class RowRules:
         return total.replace(is_safe=True)
 
     def _is_exact(self, total: Fact) -> bool:
-        """Whether the largest of the exponentials is 1, so that their sum is not small."""
+        """Whether the largest exponential is 1, so that their sum is not small."""
         largest = None if total.shift is None else self.facts.get(total.shift)
         if largest is None or largest.kind != "max" or largest.steps != total.steps:
             return False

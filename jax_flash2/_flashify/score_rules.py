@@ -20,7 +20,7 @@ from jax_flash2._flashify.conditions import (
 from jax_flash2._flashify.digits import FREE
 from jax_flash2._flashify.facts import (
     VALUE,
-    Bias,
+    Added,
     Cap,
     Fact,
     Lost,
@@ -61,7 +61,7 @@ class ScoreRules(RowRules):
             raise Lost("masked scores are multiplied")
         return fact.replace(steps=_scaled(fact.steps, factor))
 
-    def _mul(self, node: Node, known) -> Fact:
+    def _mul(self, node: Node, known) -> Fact | None:
         fact, other, value, _ = self._sides(node, known)
         if other is not None:
             if fact.kind in ("exp", "weighted") and other.kind == "inverse":
@@ -79,7 +79,7 @@ class ScoreRules(RowRules):
             raise Lost("probabilities are multiplied, as by dropout")
         raise Lost("scores are multiplied by an array")
 
-    def _div(self, node: Node, known) -> Fact:
+    def _div(self, node: Node, known) -> Fact | None:
         fact, other, value, first = self._sides(node, known)
         if not first:
             raise Lost("something is divided by scores")
@@ -131,9 +131,9 @@ class ScoreRules(RowRules):
         if other.kind == "lse" and fact.kind == "scores" and is_same and is_whole:
             dtype = value.aval.dtype
             return fact.replace(kind="log_prob", keys=other.keys, total_dtype=dtype)
-        if other.kind == "log_sum" and fact.kind == "shifted" and is_same and is_whole:
-            if fact.shift is other.shift:
-                return fact.replace(kind="log_prob", keys=other.keys)
+        is_same &= is_whole and fact.shift is other.shift
+        if other.kind == "log_sum" and fact.kind == "shifted" and is_same:
+            return fact.replace(kind="log_prob", keys=other.keys)
         raise Lost("something else than a softmax is made of the scores")
 
     def _added(self, fact: Fact, value: Value, sign: float) -> Fact:
@@ -151,7 +151,7 @@ class ScoreRules(RowRules):
             mask = None
             if isinstance(found, Choice):
                 mask = _added_mask(term, found, factor, fact.layout)
-            bias = Bias(Operand(term, over(term, fact.layout)), factor)
+            bias = Added(Operand(term, over(term, fact.layout)), factor)
             steps = (*steps, bias if mask is None else mask)
         return fact.replace(steps=steps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax_flash2._flashify.axes import Axes, Cuts, axes_of, seen_through
 from jax_flash2._flashify.conditions import AtLeastZero
 from jax_flash2._flashify.digits import Layout, size_of
 from jax_flash2._flashify.facts import (
-    Bias,
+    Added,
     Cap,
     Fact,
     Lost,
@@ -54,7 +55,7 @@ class Site:
     value: Operand
     scale: float
     cap: float | None
-    biases: tuple[Bias, ...]
+    biases: tuple[Added, ...]
     masks: Masks
     dtype: Any
     precision: Any
@@ -87,7 +88,7 @@ def site_of(found: Found, narrowed: Any) -> Site:
     operands = [seen_through(product.operand(x)) for x in (1 - side, side)]
     operands.append(seen_through(found.values))
     scale, cap, terms = _terms(fact)
-    biases = [Bias(seen_through(x.operand, widened=False), x.factor) for x in terms]
+    biases = [Added(seen_through(x.operand, widened=False), x.factor) for x in terms]
     layouts = [x.layout for x in (*operands, *(x.operand for x in biases))]
     masks = [x for x in fact.steps if isinstance(x, Mask)]
     layouts += [
@@ -105,7 +106,7 @@ def site_of(found: Found, narrowed: Any) -> Site:
     read = read_masks(fact, axes, cuts, (size_of(axes.rows), size_of(axes.keys)))
     if read.empty == "mean of scores" and cap is not None:
         raise Lost("an added mask after a soft cap, and rows that may have no keys")
-    added = tuple(Bias(cuts.operand(x.operand), x.factor) for x in biases)
+    added = tuple(Added(cuts.operand(x.operand), x.factor) for x in biases)
     query, key, value = own
     return Site(
         found.root,
@@ -140,27 +141,27 @@ def _side_of_keys(fact: Fact) -> int:
     raise Lost("a softmax over something else than keys")
 
 
-def _terms(fact: Fact) -> tuple[float, float | None, list[Bias]]:
+def _terms(fact: Fact) -> tuple[float, float | None, list[Added]]:
     """Scale, soft cap and biases of the steps, in the order of `attention`."""
     steps = [x for x in fact.steps if not isinstance(x, Mask)]
     caps = [i for i, x in enumerate(steps) if isinstance(x, Cap)]
     if caps:
         before, after = steps[: caps[0]], steps[caps[0] + 1 :]
-        if any(isinstance(x, Bias) for x in after):
+        if any(isinstance(x, Added) for x in after):
             raise Lost("a bias after a soft cap")
         cap = _factor_of(after)
         if not cap > 0:
             raise Lost("a soft cap that is not positive")
         return _factor_of(before) * cap, cap, []
     biases = [
-        Bias(x.operand, x.factor * _factor_of(steps[i:]))
+        Added(x.operand, x.factor * _factor_of(steps[i:]))
         for i, x in enumerate(steps)
-        if isinstance(x, Bias)
+        if isinstance(x, Added)
     ]
     return _factor_of(steps), None, biases
 
 
-def _factor_of(steps: list[Step]) -> float:
+def _factor_of(steps: Sequence[Step]) -> float:
     return math.prod(x.factor for x in steps if isinstance(x, Scale))
 
 

@@ -62,8 +62,8 @@ def flashify(function: Callable[P, R], *, must_find: bool = False) -> Flashified
     softmax in any usual form, heads that are repeated (then they no longer are), in
     straight code and inside `jit`, `lax.scan`, `while_loop`, `cond`, `jax.checkpoint`,
     JAX's own functions with custom derivatives, and `shard_map`. A mask of positions
-    becomes `is_causal` or `local_window_size`, one of equal ids segment ids; others stay
-    masks.
+    becomes `is_causal` or `local_window_size`, one of equal ids segment ids; others
+    stay masks.
 
     A softmax is left alone unless its meaning is known to be that of `attention`: with
     dropout, with scores or probabilities that are used elsewhere, or with an operation

@@ -29,7 +29,7 @@ def _normal(seed: int, *shape: int, dtype=jnp.float32):
 
 
 def gemma() -> Model:
-    """Grouped queries by reshape, soft cap, sliding window, a boolean [B, T, S] mask."""
+    """Grouped queries by reshape, soft cap, sliding window, a [B, T, S] mask."""
 
     def attend(x, q_weights, kv_weights, out_weights):
         q = jnp.einsum("btd,ndh->btnh", x, q_weights)
