@@ -195,6 +195,18 @@ def test_rows_without_keys(fill, is_added):
     assert share(others(function), others(fast), (x[::2],), x.dtype) <= 1
 
 
+def test_ids_of_two_arrays_may_leave_rows_without_keys():
+    x, ids, keys = normal(0, 3, 4), jnp.array([0, 1, 5]), jnp.array([0, 1, 1])
+
+    def function(x):
+        same = ids[:, None] == keys[None]
+        return jax.nn.softmax(jnp.where(same, x @ x.T, -1e9)) @ x
+
+    fast = flashify(function)
+    assert "query_segment_ids" in fast.report(x).replaced[0].arguments
+    np.testing.assert_allclose(fast(x), function(x), atol=1e-2)
+
+
 # Left alone.
 
 
