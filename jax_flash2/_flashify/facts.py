@@ -141,7 +141,8 @@ class Fact:
     Attributes:
       steps: from the product to the scores in question.
       keys: the digits that the softmax is over, once that is known.
-      shift: what was subtracted from the scores, by the value that it is.
+      shift: what was subtracted from the scores, by the value that it is;
+        `shift_axes`: the axes along which that varies.
       is_zeroed: whether probabilities of pairs that the one mask drops are 0, in rows
         without keys too.
       is_safe: of a sum: whether it is no 0 where all exponentials are. Of "sum_test":
@@ -159,6 +160,7 @@ class Fact:
     steps: tuple[Step, ...] = ()
     keys: frozenset[Digit] = frozenset()
     shift: Value | None = None
+    shift_axes: frozenset[int] = frozenset()
     is_zeroed: bool = False
     is_safe: bool = False
     values: Operand | None = None

@@ -125,7 +125,8 @@ class ScoreRules(RowRules):
         if not is_whole_row_or_less(other, fact):
             raise Lost("what is subtracted is not one number of each row")
         if other.kind in ("row", "max") and fact.kind == "scores":
-            return fact.replace(kind="shifted", shift=other.shift)
+            axes = frozenset(x.axis for dim in other.layout for x in dim)
+            return fact.replace(kind="shifted", shift=other.shift, shift_axes=axes)
         is_same = other.steps == fact.steps and other.product == fact.product
         is_whole = is_whole_row(other.layout, fact.layout, other.keys)
         if other.kind == "lse" and fact.kind == "scores" and is_same and is_whole:
@@ -215,6 +216,8 @@ class ScoreRules(RowRules):
             raise Lost(f"{_WORDS[fact.kind]} are summed")
         if not summed:
             raise Lost("a softmax over one key")
+        if fact.shift_axes & {x.axis for x in summed}:
+            raise Lost("what is subtracted from scores differs from key to key")
         layout = tuple(x for i, x in enumerate(fact.layout) if i not in axes)
         keys = frozenset(summed)
         return fact.replace(kind="sum", layout=layout, keys=keys)

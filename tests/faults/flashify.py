@@ -14,7 +14,7 @@ MUTANTS = [
             "any number masks",
             "if not fill <= LEAST_MASK:",
             "if not fill <= 0:",
-            TESTS.format("weakly_masked"),
+            TESTS.format("weak_number"),
         ),
         (
             "any sum divides exponentials",
@@ -24,9 +24,9 @@ MUTANTS = [
         ),
         (
             "any number is one of the row",
-            "if not is_whole_row_or_less(other, fact):",
+            "if fact.shift_axes & {x.axis for x in summed}:",
             "if False:",
-            TESTS.format("other_maximum"),
+            TESTS.format("weak_number"),
         ),
     ),
     *of(

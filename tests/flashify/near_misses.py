@@ -58,6 +58,12 @@ def _other_maximum(s, steps, softmax, weigh, dtype):
     return weigh((e / total).astype(dtype))
 
 
+def _shifted_by_keys(s, steps, softmax, weigh, dtype):
+    s = _all_steps(s, steps)
+    e = jnp.exp(s - s.max(-2, keepdims=True))
+    return weigh((e / e.sum(-1, keepdims=True)).astype(dtype))
+
+
 def _sigmoid(s, steps, softmax, weigh, dtype):
     return weigh(jax.nn.sigmoid(_all_steps(s, steps)).astype(dtype))
 
@@ -135,6 +141,7 @@ FAULTS = (
     _one_more_in_the_sum,
     _other_sum,
     _other_maximum,
+    _shifted_by_keys,
     _sigmoid,
     _squared,
     _clipped,
