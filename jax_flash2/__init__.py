@@ -1,10 +1,11 @@
 """FlashAttention-2 for JAX: exact attention, linear memory, as Pallas GPU kernels.
 
-Start with `attention`; `explain` says which kernels run, and why. `flax_attention` is
-for Flax's attention modules, `Context` and `stripe` for sequences sharded over
-devices, `merge` for results over parts of the keys, `make_block_mask` for lists of
-blocks that many calls share, `Config` for block sizes, `nn` for libraries that call
-jax.nn's attention, `plot_mask` for pictures of masks.
+Start with `attention`; `explain` says which kernels run, and why. `flashify` finds the
+attention of a whole model and computes it so. `flax_attention` is for Flax's modules,
+`Context` and `stripe` for sequences sharded over devices, `merge` for results over
+parts of the keys, `make_block_mask` for lists of blocks that many calls share, `Config`
+for block sizes, `nn` for libraries that call jax.nn's attention, `plot_mask` for
+pictures of masks.
 """
 
 # For their rules alone.
@@ -13,6 +14,7 @@ from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
 from jax_flash2._block_mask import BlockMask
+from jax_flash2._flashify import flashify
 from jax_flash2._flax import flax_attention
 from jax_flash2._make_block_mask import make_block_mask
 from jax_flash2._merge import merge
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "flashify",
     "flax_attention",
     "make_block_mask",
     "merge",

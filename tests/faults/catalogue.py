@@ -6,6 +6,7 @@ from tests.faults import (
     by_name,
     context,
     flash2,
+    flashify,
     gpus,
     kernels,
     lists,
@@ -417,4 +418,5 @@ MUTANTS = [
     *lowering.MUTANTS,
     *mods.MUTANTS,
     *tuner.MUTANTS,
+    *flashify.MUTANTS,
 ]

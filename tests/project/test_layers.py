@@ -19,6 +19,26 @@ EXTRAS = {"jax_flash2/_plot.py": {"matplotlib"}}
 # Every file of the packages, innermost first: each imports what stands before it, or
 # in its own line. A name without ".py" is a folder, whose files may import each other,
 # as those may that a name with "*.py" stands for.
+FLASHIFY = (  # of `flashify`, in the order of its stages
+    "digits",
+    "graph",
+    "conditions",
+    "arithmetic",
+    "meaning",
+    "facts",
+    "axes",
+    "row_rules",
+    "score_rules",
+    "match",
+    "masks",
+    "sites",
+    "plan",
+    "rewrite",
+    "evaluate",
+    "report",
+    "transform",
+    "__init__",
+)
 LAYERS = (
     ("pallas_kernels/__init__.py",),
     ("pallas_kernels/core",),
@@ -55,6 +75,7 @@ LAYERS = (
     ("jax_flash2/_context.py",),
     ("jax_flash2/_api.py",),
     ("jax_flash2/_flax.py", "jax_flash2/nn.py", "jax_flash2/_plot.py"),
+    *((f"jax_flash2/_flashify/{name}.py",) for name in FLASHIFY),
     ("jax_flash2/__init__.py",),
     ("jax_flash2/tune",),
 )

@@ -1,0 +1,13 @@
+"""`flashify`: the attention of any function, computed by `jax_flash2.attention`.
+
+The stages, in the order in which they run: `graph` (a traced function, with calls seen
+through), `meaning` (what masks mean), `digits` and `facts` (what a value is of a
+softmax over scores), `match` (rules from operations to facts), `axes`, `masks` and
+`sites` (what one call of `attention` takes), `plan` (which sites are replaced), then
+`rewrite` and `evaluate` (the program with them) and `report`.
+"""
+
+from jax_flash2._flashify.report import Report, SiteReport
+from jax_flash2._flashify.transform import Flashified, flashify
+
+__all__ = ["Flashified", "Report", "SiteReport", "flashify"]

@@ -1,0 +1,170 @@
+"""Runs a graph with its sites computed by `attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend import source_info_util
+
+from jax_flash2._flashify import rewrite
+from jax_flash2._flashify.graph import Call, Node, Value
+from jax_flash2._flashify.plan import Plan, is_live
+
+
+def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list[Any]:
+    """The results of a graph."""
+    env: dict[Value, Any] = dict(zip(plan.captured, captured, strict=True))
+    env.update(zip(plan.graph.inputs, inputs, strict=True))
+
+    def read(value: Value) -> Any:
+        return env[value] if value.constant is None else value.constant
+
+    _run(plan, plan.graph.items, env, read)
+    return [read(x) for x in plan.graph.outputs]
+
+
+def _run(plan: Plan, items: Iterable[Node | Call], env: dict, read: Callable) -> None:
+    for item in items:
+        if isinstance(item, Call):
+            if item in plan.opened:
+                _run(plan, item.items, env, read)
+            elif is_live(plan, item):
+                found = _bound(item.equation, [read(x) for x in item.inputs])
+                env.update(zip(item.outputs, found, strict=True))
+        elif item in plan.live:
+            env.update(zip(item.outputs, _results(plan, item, read), strict=True))
+
+
+def _results(plan: Plan, node: Node, read: Callable) -> list[Any]:
+    if node in plan.sites:
+        with _place(node.equation):
+            return [rewrite.result(plan.sites[node], read)]
+    args = [read(x) for x in node.inputs]
+    if node not in plan.inner:
+        return _bound(node.equation, args)
+    name, plans = plan.inner[node]
+    if node.name == "shard_map":
+        return _sharded(node, plans[0], args)
+    return _with_inner(node, name, plans, args, read)
+
+
+def _place(equation):
+    """Names and source lines of an equation, for what is done in its place."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+def _bound(equation, args: list[Any], params: dict | None = None) -> list[Any]:
+    """The results of an equation, as JAX evaluates one."""
+    primitive = equation.primitive
+    own = equation.params if params is None else params
+    with _place(equation), equation.ctx.manager:
+        out = primitive.bind(*args, **primitive.get_bind_params(own))
+    return list(out) if primitive.multiple_results else [out]
+
+
+# Nodes whose graphs have sites.
+
+
+def _sharded(node: Node, plan: Plan, args: list[Any]) -> list[Any]:
+    params = node.params
+    mapped = jax.shard_map(
+        lambda *x: tuple(run(plan, x)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    with _place(node.equation):
+        return list(mapped(*args))
+
+
+def _with_inner(node: Node, name: str, plans, args: list[Any], read) -> list[Any]:
+    """Loops, branches and the like, whose jaxprs take what sites capture first."""
+    values = list(dict.fromkeys(x for plan in plans for x in plan.captured))
+    extra = [read(x) for x in values]
+    own = node.params[name]
+    several = isinstance(own, tuple)
+    jaxprs, arrays = [], []
+    for plan, old in zip(plans, own if several else (own,), strict=True):
+        jaxpr, consts = _retraced(plan, old, values, extra)
+        jaxprs.append(jaxpr)
+        arrays.append(consts)
+    consts = [x for own in arrays for x in own]
+    new = (
+        [_with_arguments(x, arrays, i) for i, x in enumerate(jaxprs)]
+        if consts
+        else jaxprs
+    )
+    is_closed = hasattr(own[0] if several else own, "consts")
+    new = [x if is_closed else x.jaxpr for x in new]
+    added = [*consts, *extra]
+    params = {**node.params, name: tuple(new) if several else new[0]}
+    return _bound(node.equation, *_extended(node, params, args, added))
+
+
+def _retraced(plan: Plan, old: Any, values: list[Value], extra: list[Any]):
+    """The closed jaxpr of a graph with sites, and arrays that it captures."""
+    places = [values.index(x) for x in plan.captured]
+
+    def function(*x):
+        captured = [x[i] for i in places]
+        return run(plan, x[len(extra) :], captured)
+
+    avals = [x.aval for x in getattr(old, "jaxpr", old).invars]
+    closed = jax.make_jaxpr(function)(*(jax.typeof(x) for x in extra), *avals)
+    return closed, list(closed.consts)
+
+
+def _with_arguments(closed: Any, arrays: list[list], number: int) -> Any:
+    """A closed jaxpr whose constants, and those of the others, are inputs."""
+    sizes = [len(x) for x in arrays]
+    first, total = sum(sizes[:number]), sum(sizes)
+
+    def function(*x):
+        own = x[first : first + sizes[number]]
+        return jax.core.eval_jaxpr(closed.jaxpr, own, *x[total:])
+
+    structs = [jax.typeof(x) for own in arrays for x in own]
+    return jax.make_jaxpr(function)(*structs, *closed.in_avals)
+
+
+def _extended(node: Node, params: dict, args: list[Any], added: list[Any]):
+    """Parameters and operands of a node with more constants."""
+    if not added:
+        return args, params
+    if node.name == "while":
+        first = params["cond_nconsts"]
+        count = params["body_nconsts"] + len(added)
+        return [*args[:first], *added, *args[first:]], {**params, "body_nconsts": count}
+    if node.name == "cond":
+        return [args[0], *added, *args[1:]], params
+    if node.name == "scan":
+        return [*added, *args], _scan_params(params, len(added))
+    return [*added, *args], params
+
+
+def _scan_params(params: dict, count: int) -> dict:
+    if "num_consts" in params:
+        return {**params, "num_consts": params["num_consts"] + count}
+    constants, *others = params["ft_in"].unpack()
+    group = _group_of_constants(count + len(constants))
+    return {**params, "ft_in": type(params["ft_in"])(group, *others)}
+
+
+def _group_of_constants(count: int) -> Any:
+    """As JAX has it for a scan with so many constants."""
+
+    def function(x, *constants):
+        return lax.scan(lambda c, _: (c + sum(constants), None), x, length=2)[0]
+
+    scalars = [jax.ShapeDtypeStruct((), "float32")] * (count + 1)
+    equations = jax.make_jaxpr(function)(*scalars).jaxpr.eqns
+    (scan,) = (x for x in equations if x.primitive.name == "scan")
+    return scan.params["ft_in"].unpack()[0]

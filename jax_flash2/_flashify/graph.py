@@ -1,0 +1,194 @@
+"""A traced function as a graph of values and nodes, in which calls can be seen through.
+
+`jit` and JAX's own functions with custom derivatives are calls: their nodes are nodes
+of the graph around them. Loops, branches, `jax.checkpoint` and `shard_map` have graphs
+of their own inside (`Node.inner`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend.core import Literal
+
+_JAX = str(Path(jax.__file__).parent)
+_REMAT = ("remat", "remat2", "checkpoint")
+
+
+class Value:
+    """An array of the program.
+
+    Attributes:
+      aval: its type.
+      node: what makes it, or None of an input or a constant.
+      index: which result of the node.
+      constant: the array itself, of a literal or of what the function closed over.
+      outer: of an input of an inner graph that is a value of the graph around it in
+        every round, that value; else None.
+    """
+
+    __slots__ = ("aval", "constant", "index", "node", "outer")
+
+    def __init__(self, aval, node=None, index=0, constant=None, outer=None):
+        self.aval, self.node, self.index = aval, node, index
+        self.constant, self.outer = constant, outer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def origin(self) -> Value:
+        """The same array where it comes from, in a graph around this one."""
+        found = self
+        while found.outer is not None:
+            found = found.outer
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An operation. `inner` are its graphs, by the parameter that has them."""
+
+    equation: Any
+    inputs: list[Value]
+    outputs: list[Value] = dataclasses.field(default_factory=list)
+    inner: dict[str, tuple[Graph, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def params(self) -> dict:
+        return self.equation.params
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call whose nodes are nodes of the graph around it."""
+
+    equation: Any
+    inputs: list[Value]
+    outputs: list[Value]
+    items: list[Node | Call]
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    """Nodes and calls in an order in which they can run."""
+
+    inputs: list[Value]
+    outputs: list[Value]
+    items: list[Node | Call]
+
+    def nodes(self) -> Iterator[Node]:
+        return nodes_of(self.items)
+
+
+def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
+    for item in items:
+        if isinstance(item, Call):
+            yield from nodes_of(item.items)
+        else:
+            yield item
+
+
+def graph_of(closed: Any, outer: Sequence[Value | None] | None = None) -> Graph:
+    """The graph of a jaxpr (closed or open).
+
+    Args:
+      outer: for each input, the value of the graph around it that it always is.
+    """
+    jaxpr = getattr(closed, "jaxpr", closed)
+    outer = [None] * len(jaxpr.invars) if outer is None else outer
+    inputs = [Value(x.aval, outer=o) for x, o in zip(jaxpr.invars, outer, strict=True)]
+    items, outputs = _walked(closed, inputs)
+    return Graph(inputs, outputs, items)
+
+
+def is_known(value: Value) -> bool:
+    """Whether it is a constant whose numbers can be read while tracing."""
+    x = value.constant
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return isinstance(x, np.ndarray | np.generic | jax.Array | int | float)
+
+
+def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    for variable, x in zip(jaxpr.constvars, consts, strict=True):
+        known[variable] = Value(variable.aval, constant=x)
+
+    def of(atom) -> Value:
+        if isinstance(atom, Literal):
+            return Value(atom.aval, constant=atom.val)
+        return known[atom]
+
+    items: list[Node | Call] = []
+    for equation in jaxpr.eqns:
+        own = [of(x) for x in equation.invars]
+        body = _called(equation)
+        if body is not None:
+            inner, outputs = _walked(body, own)
+            items.append(Call(equation, own, outputs, inner))
+        else:
+            node = Node(equation, own, inner=_inner(equation, own))
+            outputs = [Value(x.aval, node, i) for i, x in enumerate(equation.outvars)]
+            node.outputs = outputs
+            items.append(node)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return items, [of(x) for x in jaxpr.outvars]
+
+
+def _called(equation) -> Any | None:
+    """The body of a call that may run in line: the same function, and derivatives."""
+    name, params = equation.primitive.name, equation.params
+    if name in ("jit", "pjit"):
+        named = [*params["in_shardings"], *params["out_shardings"]]
+        is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in named)
+        return params["jaxpr"] if is_plain else None
+    if name in ("closed_call", "core_call"):
+        return params["call_jaxpr"]
+    if name == "custom_jvp_call":
+        body = params["call_jaxpr"]
+        info = getattr(body, "jaxpr", body).debug_info.func_src_info or ""
+        return body if _JAX in info else None  # a user's rule may be another function's
+    return None
+
+
+def constants_of_scan(params: dict) -> int:
+    if "num_consts" in params:
+        return params["num_consts"]
+    return len(list(params["ft_in"].unpack()[0]))
+
+
+def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
+    name, params = equation.primitive.name, equation.params
+    if name in (*_REMAT, "jit", "pjit"):
+        return {"jaxpr": (graph_of(params["jaxpr"], inputs),)}
+    if name == "shard_map":
+        return {"jaxpr": (graph_of(params["jaxpr"]),)}
+    if name == "cond":
+        graphs = tuple(graph_of(x, inputs[1:]) for x in params["branches"])
+        return {"branches": graphs}
+    if name == "scan":
+        own = inputs[: constants_of_scan(params)]
+        return {"jaxpr": (graph_of(params["jaxpr"], _padded(own, len(inputs))),)}
+    if name == "while":
+        first, count = params["cond_nconsts"], params["body_nconsts"]
+        own = inputs[first : first + count]
+        padded = _padded(own, len(inputs) - first)
+        return {"body_jaxpr": (graph_of(params["body_jaxpr"], padded),)}
+    return {}
+
+
+def _padded(own: list[Value], count: int) -> list[Value | None]:
+    return [*own, *[None] * (count - len(own))]

@@ -1,0 +1,236 @@
+"""Finds attention in a graph: rules from values to `Fact`s, an operation at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jax_flash2._flashify import digits
+from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
+from jax_flash2._flashify.graph import Graph, Node, Value
+from jax_flash2._flashify.meaning import Meanings
+from jax_flash2._flashify.score_rules import ScoreRules
+
+_PLAIN = (
+    "copy",
+    "copy_p",
+    "convert_element_type",
+    "optimization_barrier",
+    "name",
+    "sharding_constraint",
+    "pvary",
+    "pcast",
+)
+_MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A root, whose value is softmax(scores) . values, and what is known of it."""
+
+    root: Node
+    product: Node  # of weights and values
+    fact: Fact
+    values: Operand
+    weights: Value
+    layout: digits.Layout
+
+
+class Matcher(ScoreRules):
+    """Facts of the values of one graph."""
+
+    def __init__(self, graph: Graph, meanings: Meanings):
+        super().__init__(meanings)
+        self._graph = graph
+        self.found: list[Found] = []
+        # Where exponentials of something lost are: node of the exponential -> reason.
+        self.lost: dict[Node, tuple[Product, str]] = {}
+
+    def run(self) -> None:
+        facts = self.facts
+        nodes = list(self._graph.nodes())
+        products = _before_exponentials(nodes)
+        if not products:
+            return
+        for node in nodes:
+            known = [facts.get(x) for x in node.inputs]
+            is_known = any(x is not None for x in known)
+            if node.name == "dot_general":
+                if is_known or node in products:
+                    self._product(node, known, node in products)
+            elif is_known:
+                self._step(node, known)
+
+    def _step(self, node: Node, known: list[Fact | None]) -> None:
+        if len(node.outputs) != 1:
+            return
+        rule: Callable | None = getattr(self, f"_{node.name}", None)
+        try:
+            known = _told_apart(node, known)
+            if node.name in _PLAIN:
+                found = self._plain(node, known[0])
+            elif node.name in _MOVES:
+                found = self._moved(node, known[0])
+            elif all(x is None or x.is_of_rows for x in known):
+                found = self._of_rows(node, known)
+            elif rule is None:
+                raise Lost(f"{node.name!r} between the product and the values")
+            else:
+                found = rule(node, known)
+        except Lost as why:
+            found = self._loss(node, known, str(why))
+        if found is not None and found.kind in OF_PAIRS and len(known) > 1:
+            size = digits.size_of(x for dim in found.layout for x in dim)
+            if size != math.prod(node.outputs[0].shape):
+                found = self._loss(node, known, "scores are repeated")
+        if found is not None:
+            self.facts[node.outputs[0]] = found
+
+    def _loss(self, node: Node, known: list[Fact | None], reason: str) -> Fact | None:
+        """A fact that keeps the first reason, as long as it may be of scores."""
+        first = next(x for x in known if x is not None)
+        kept = ("scores", "shifted", "exp", "prob", "log_prob", "lost")
+        if first.kind not in kept or node.name.startswith(("reduce", "arg")):
+            return None
+        if node.name in ("exp", "exp2") or first.kind in ("exp", "prob"):
+            self.lost.setdefault(node, (first.product, reason))
+            return None
+        return first.replace(kind="lost", reason=reason)
+
+    # Products.
+
+    def _product(
+        self, node: Node, known: list[Fact | None], may_be_scores: bool
+    ) -> None:
+        of_weights = [i for i, x in enumerate(known) if x and x.kind in ("exp", "prob")]
+        if len(of_weights) == 1:
+            (side,) = of_weights
+            fact = known[side]
+            assert fact is not None
+            try:
+                self._weighted(node, fact, side)
+            except Lost as why:
+                self.lost.setdefault(node, (fact.product, str(why)))
+            return
+        value = node.outputs[0]
+        if (
+            may_be_scores
+            and jnp.issubdtype(value.aval.dtype, jnp.floating)
+            and 0 not in value.shape
+        ):
+            layout = tuple(digits.whole(i, x) for i, x in enumerate(value.shape))
+            self.facts[value] = Fact(Product(node), "scores", layout)
+
+    def _weighted(self, node: Node, fact: Fact, side: int) -> None:
+        contracted, batch = node.params["dimension_numbers"]
+        own, other = fact.layout, node.inputs[1 - side]
+        keys = frozenset(x for i in contracted[side] for x in own[i])
+        if fact.kind == "prob" and keys != fact.keys:
+            raise Lost("values are not summed over the axis of the softmax")
+        to = dict(zip(contracted[1 - side], contracted[side], strict=True))
+        to |= dict(zip(batch[1 - side], batch[side], strict=True))
+        layout = [
+            own[to[i]] if i in to else digits.whole(VALUE + i, size)
+            for i, size in enumerate(other.shape)
+        ]
+        rows = [
+            dim
+            for i, dim in enumerate(own)
+            if i not in (*contracted[side], *batch[side])
+        ]
+        free = [x for i, x in enumerate(layout) if i not in to]
+        both = [rows, free] if side == 0 else [free, rows]
+        out = tuple([*(own[i] for i in batch[side]), *both[0], *both[1]])
+        operand = Operand(other, tuple(layout))
+        weights = node.inputs[side]
+        found = fact.replace(
+            kind="weighted",
+            layout=out,
+            keys=keys,
+            values=operand,
+            weights=weights,
+            second=node,
+        )
+        if fact.kind == "exp":
+            self.facts[node.outputs[0]] = found
+        else:
+            self._found(node, found)
+
+    def _found(self, root: Node, fact: Fact) -> None:
+        assert fact.values is not None and fact.weights is not None
+        product = fact.second
+        assert product is not None
+        own = (root, product, fact, fact.values, fact.weights, fact.layout)
+        self.found.append(Found(*own))
+
+    # Operations that keep the numbers.
+
+    def _plain(self, node: Node, fact: Fact | None) -> Fact | None:
+        assert fact is not None
+        dtype = node.outputs[0].aval.dtype
+        if fact.kind in ("row", "sum_test"):
+            return fact.replace(kind="row", shift=node.outputs[0])
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+            raise Lost(f"scores are converted to {dtype.name}")
+        return fact
+
+    def _moved(self, node: Node, fact: Fact | None) -> Fact | None:
+        assert fact is not None
+        layout, new = fact.layout, node.outputs[0].shape
+        if node.name == "transpose":
+            found = tuple(layout[i] for i in node.params["permutation"])
+        elif node.name == "broadcast_in_dim":
+            old, places = node.inputs[0].shape, node.params["broadcast_dimensions"]
+            rows = [digits.free(x) for x in new]
+            for i, to in enumerate(places):
+                rows[to] = layout[i] if old[i] == new[to] else digits.free(new[to])
+            found = tuple(rows)
+            if fact.kind in (*OF_PAIRS, "weighted") and math.prod(old) != math.prod(
+                new
+            ):
+                raise Lost("scores are repeated")
+        else:
+            found = digits.reshaped(layout, new)
+            if found is None:
+                raise Lost("a reshape divides an axis unevenly")
+        return fact.replace(layout=found)
+
+
+def _before_exponentials(nodes: list[Node]) -> set[Node]:
+    """The products that exponentials are made of, with none in between."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    todo = [node for node in nodes if node.name in ("exp", "exp2")]
+    while todo:
+        for value in todo.pop().inputs:
+            node = value.node
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name == "dot_general":
+                found.add(node)
+            elif not node.inner:
+                todo.append(node)
+    return found
+
+
+def _told_apart(node: Node, known: list[Fact | None]) -> list[Fact | None]:
+    """Without the facts of a bias that is made of a product, too."""
+    lost = [x for x in known if x is not None and x.kind == "lost"]
+    pairs = [x for x in known if x is not None and x.kind in ("scores", "shifted")]
+    if node.name not in ("add", "sub") or len(lost) + len(pairs) < 2 or not pairs:
+        if lost:
+            raise Lost(lost[0].reason)
+        return known
+    shape = node.outputs[0].shape
+
+    def rank(fact: Fact) -> tuple:
+        return fact.likely_pairs, node.inputs[known.index(fact)].shape == shape
+
+    best = max(pairs, key=rank)
+    if [rank(x) for x in pairs].count(rank(best)) > 1:
+        raise Lost("two arrays of scores meet")
+    return [x if x is best else None for x in known]

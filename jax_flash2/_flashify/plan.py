@@ -1,0 +1,180 @@
+"""Which sites of a graph are computed by `attention`, and what must run for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from jax_flash2._flashify.facts import Lost
+from jax_flash2._flashify.graph import Call, Graph, Node, Value, nodes_of
+from jax_flash2._flashify.match import Matcher
+from jax_flash2._flashify.meaning import Meanings
+from jax_flash2._flashify.sites import Site, site_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A softmax of scores that is left alone: where, and why."""
+
+    node: Node
+    product: Node
+    reason: str
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What of a graph is computed otherwise.
+
+    Attributes:
+      sites: by root.
+      left: softmaxes that stay.
+      inner: plans of graphs inside of nodes, where some have sites: for each node the
+        parameter, and a plan for each graph that it has.
+      captured: values of graphs around this one that sites of it read.
+      live: the nodes that run.
+      opened: the calls whose nodes run one by one.
+    """
+
+    graph: Graph
+    sites: dict[Node, Site]
+    left: list[Left]
+    inner: dict[Node, tuple[str, tuple[Plan, ...]]]
+    captured: list[Value] = dataclasses.field(default_factory=list)
+    live: set[Node] = dataclasses.field(default_factory=set)
+    opened: set[Call] = dataclasses.field(default_factory=set)
+
+    @property
+    def has_sites(self) -> bool:
+        return bool(self.sites or self.inner)
+
+    def all_plans(self) -> Iterable[Plan]:
+        """This one and all inside, in the order of the program."""
+        yield self
+        for _, plans in self.inner.values():
+            for plan in plans:
+                yield from plan.all_plans()
+
+
+def plan_of(graph: Graph, meanings: Meanings) -> Plan:
+    """The plan of a graph and of those inside of it."""
+    matcher = Matcher(graph, meanings)
+    matcher.run()
+    users = _users(graph) if matcher.found else {}
+    sites: dict[Node, Site] = {}
+    left = [
+        Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
+    ]
+    for found in matcher.found:
+        try:
+            sites[found.root] = site_of(found, _narrowed(found.root, users))
+        except Lost as why:
+            left.append(Left(found.root, found.fact.product.node, str(why)))
+    inner, every = {}, []
+    for node in graph.nodes():
+        plans = [
+            (name, tuple(plan_of(x, meanings) for x in graphs))
+            for name, graphs in node.inner.items()
+        ]
+        every += plans
+        for name, own in plans:
+            if any(x.has_sites for x in own):
+                inner[node] = name, own
+    plan = Plan(graph, sites, left, inner)
+    plan.left += [x for _, own in every for p in own if not p.has_sites for x in p.left]
+    _finish(plan, _kept_sites(plan))
+    return plan
+
+
+def _users(graph: Graph) -> dict[Value, list[Node | None]]:
+    found: dict[Value, list[Node | None]] = {}
+    for node in graph.nodes():
+        for x in node.inputs:
+            found.setdefault(x, []).append(node)
+    for x in graph.outputs:
+        found.setdefault(x, []).append(None)
+    return found
+
+
+def _narrowed(root: Node, users: dict[Value, list[Node | None]]):
+    """The 16-bit type that all users of a result convert it to, or None."""
+    dtypes, todo = set(), [root.outputs[0]]
+    while todo:
+        for user in users.get(todo.pop(), []):
+            if user is None:
+                return None
+            if user.name in ("transpose", "reshape"):
+                todo += user.outputs
+            elif user.name == "convert_element_type":
+                dtypes.add(user.outputs[0].aval.dtype)
+            else:
+                return None
+    narrow = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= narrow else None
+
+
+def _kept_sites(plan: Plan) -> set[Value]:
+    """Takes back the sites whose scores are computed all the same.
+
+    Returns:
+      All values that are read.
+    """
+    while True:
+        live, needed = _needs(plan)
+        kept = {root: x for root, x in plan.sites.items() if x.product.node not in live}
+        if len(kept) == len(plan.sites):
+            plan.live = live
+            return needed
+        why = "scores or probabilities are used elsewhere"
+        for root, site in plan.sites.items():
+            if root not in kept:
+                plan.left.append(Left(root, site.product.node, why))
+        plan.sites = kept
+
+
+def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
+    """The nodes that results and side effects need, and all values that are read."""
+    needed = set(plan.graph.outputs)
+    live = set()
+    for node in reversed(list(plan.graph.nodes())):
+        if not node.equation.effects and not any(x in needed for x in node.outputs):
+            continue
+        live.add(node)
+        if node in plan.sites:
+            needed.update(x.value for x in plan.sites[node].operands())
+            continue
+        needed.update(node.inputs)
+        for own in plan.inner.get(node, ("", ()))[1]:
+            needed.update(own.captured)
+    return live, needed
+
+
+def _finish(plan: Plan, needed: set[Value]) -> None:
+    graph = plan.graph
+    own = {*graph.inputs, *(x for node in graph.nodes() for x in node.outputs)}
+    others = (x for x in needed if x not in own and x.constant is None)
+    plan.captured = list(dict.fromkeys(others))
+    read = {x.value for root in plan.sites for x in plan.sites[root].operands()}
+    read |= {
+        x for _, plans in plan.inner.values() for own in plans for x in own.captured
+    }
+    _open(plan, graph.items, read)
+
+
+def _open(plan: Plan, items: list[Node | Call], read: set[Value]) -> bool:
+    """Opens calls inside of which a site is, or an array that only a site reads."""
+    found = False
+    for item in items:
+        if isinstance(item, Call):
+            if _open(plan, item.items, read - {*item.outputs}):
+                plan.opened.add(item)
+                found = True
+            continue
+        has_site = item in plan.sites or item in plan.inner
+        found |= has_site or any(x in read for x in item.outputs)
+    return found
+
+
+def is_live(plan: Plan, call: Call) -> bool:
+    return any(node in plan.live for node in nodes_of(call.items))

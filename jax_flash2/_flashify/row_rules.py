@@ -1,0 +1,120 @@
+"""Rules for numbers of rows: maxima, sums and what is made of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jax_flash2._flashify import digits
+from jax_flash2._flashify.facts import Fact
+from jax_flash2._flashify.graph import Node, Value
+from jax_flash2._flashify.meaning import Meanings
+
+_MOST_EPSILON = 1e-6
+
+
+class RowRules:
+    """A rule takes a node and the facts of its inputs."""
+
+    def __init__(self, meanings: Meanings):
+        self._meanings = meanings
+        self.facts: dict[Value, Fact] = {}
+
+    def _of_rows(self, node: Node, known) -> Fact | None:
+        first = next(x for x in known if x is not None)
+        kinds = [None if x is None else x.kind for x in known]
+        numbers = [
+            None if x is not None else self._meanings.number(v)
+            for x, v in zip(known, node.inputs, strict=True)
+        ]
+        name = node.name
+        rule = getattr(self, f"_row_{name}", None)
+        found = rule(known, kinds, numbers) if rule else None
+        if found is not None:
+            return found
+        is_number = [x is not None for x in numbers]
+        own = [k in ("row", "max") for k in kinds]
+        if all(a or b for a, b in zip(is_number, own, strict=True)):
+            if node.outputs[0].shape != node.inputs[kinds.index(first.kind)].shape:
+                return None
+            is_same = name == "stop_gradient" or (name == "max" and -np.inf in numbers)
+            return first.replace(
+                kind=first.kind if is_same else "row",
+                shift=first.shift if is_same else node.outputs[0],
+            )
+        return None
+
+    def _row_stop_gradient(self, known, kinds, numbers) -> Fact | None:
+        del numbers
+        return known[0] if kinds[0] in ("row", "max") else None
+
+    def _row_log(self, known, kinds, numbers) -> Fact | None:
+        del numbers
+        return known[0].replace(kind="log_sum") if kinds[0] == "sum" else None
+
+    def _row_abs(self, known, kinds, numbers) -> Fact | None:
+        del numbers
+        return known[0] if kinds[0] == "sum" else None
+
+    def _row_add(self, known, kinds, numbers) -> Fact | None:
+        if set(kinds) <= {"log_sum", "row", "max"} and "log_sum" in kinds:
+            total = known[kinds.index("log_sum")]
+            other = known[1 - kinds.index("log_sum")]
+            if other.kind == "log_sum" or total.shift is not other.shift:
+                return None
+            return total.replace(kind="lse") if other.layout == total.layout else None
+        return self._guarded(known, kinds, numbers)
+
+    def _row_max(self, known, kinds, numbers) -> Fact | None:
+        return self._guarded(known, kinds, numbers)
+
+    def _guarded(self, known, kinds, numbers) -> Fact | None:
+        """A sum with a small number added, or at least that."""
+        if "sum" not in kinds or kinds.count(None) != 1:
+            return None
+        total, number = known[kinds.index("sum")], numbers[kinds.index(None)]
+        if (
+            number is None
+            or not 0 < number <= _MOST_EPSILON
+            or not self._is_exact(total)
+        ):
+            return None
+        return total.replace(is_safe=True)
+
+    def _is_exact(self, total: Fact) -> bool:
+        """Whether the largest exponential is 1, so that their sum is not small."""
+        largest = None if total.shift is None else self.facts.get(total.shift)
+        if largest is None or largest.kind != "max" or largest.steps != total.steps:
+            return False
+        rows = digits.size_of(x for dim in largest.layout for x in dim)
+        pairs = math.prod(total.product.node.outputs[0].shape)
+        return rows * digits.size_of(total.keys) == pairs
+
+    def _row_div(self, known, kinds, numbers) -> Fact | None:
+        if numbers[0] == 1 and kinds[1] == "sum":
+            return known[1].replace(kind="inverse")
+        return None
+
+    def _row_eq(self, known, kinds, numbers) -> Fact | None:
+        if kinds == ["sum", None] and numbers[1] == 0:
+            return known[0].replace(kind="sum_test", is_safe=True)
+        return None
+
+    def _row_gt(self, known, kinds, numbers) -> Fact | None:
+        if kinds == ["sum", None] and numbers[1] == 0:
+            return known[0].replace(kind="sum_test", is_safe=False)
+        return None
+
+    _row_ne = _row_gt
+
+    def _row_select_n(self, known, kinds, numbers) -> Fact | None:
+        """where(sum == 0, number, sum), or the other way round."""
+        if kinds[0] != "sum_test" or kinds.count("sum") != 1 or None not in kinds:
+            return None
+        test, total = known[0], known[kinds.index("sum")]
+        in_place = kinds[1 if test.is_safe else 2] == "sum"
+        number = numbers[2 if test.is_safe else 1]
+        if not in_place or number is None or not number > 0:
+            return None
+        return total.replace(is_safe=True) if total.same_exponents(test) else None
