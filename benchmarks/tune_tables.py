@@ -1,6 +1,6 @@
 """Writes what `benchmarks.tune` found into a GPU's table; what it has of others stays.
 
-A GPU's first table begins as the one that the library takes for it.
+A GPU's first table begins as the one that the library takes for it on this machine.
 """
 
 import copy
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pallas_kernels import tables
+from pallas_kernels import device, tables
 
 
 def write(
@@ -33,7 +33,9 @@ def write(
       bands: head sizes up to which crossover points are one number.
     """
     found = json.loads(path.read_text()) if path.exists() else None
-    found = copy.deepcopy(found or tables.read(backend, gpu))
+    if found is None:
+        found = copy.deepcopy(tables.read(backend, gpu, device.gpu().family))
+        found.pop("measured", None)  # of a family's table: how that was made
     note = f"{gpu}, {made.get('date')}: benchmarks.tune, commit {made.get('commit')}"
     for (kernel, head_size, regime), numbers in blocks.items():
         heads = found["blocks"][kernel]
