@@ -253,7 +253,9 @@ def choose(implementation: str | None, call: Call) -> str:
 def _warn_of_unknown_gpu() -> None:
     gpu = device.gpu()
     if not gpu.is_known:
-        path = tables.table_path("triton", tables.serving("triton", gpu.kind, gpu.family))
+        path = tables.table_path(
+            "triton", tables.serving("triton", gpu.kind, gpu.family)
+        )
         warnings.warn(
             f"jax_flash2.attention does not know the GPU {gpu.kind!r}, which is not on "
             f"this machine: kernels take the blocks of the smallest GPUs ({path.name})",

@@ -162,7 +162,9 @@ class Gpu:
     @property
     def words(self) -> str:
         """For a reader of `explain`."""
-        capability = f"{self.capability / 10}{'' if self.is_known else ' (unknown name)'}"
+        capability = (
+            f"{self.capability / 10}{'' if self.is_known else ' (unknown name)'}"
+        )
         count = f"{self.multiprocessors} multiprocessors"
         count += "" if self.core_count else " (assumed)"
         size = f"{self.shared_memory >> 10} KiB of shared memory"

@@ -65,7 +65,7 @@ def serving(backend: str, gpu: str | None, family: Family | None = None) -> str:
     if gpu is not None and table_path(backend, gpu).exists():
         return gpu
     default = DEFAULT_GPUS[backend]
-    return FAMILIES.get(family, default) if backend == "triton" else default
+    return FAMILIES[family] if backend == "triton" and family else default
 
 
 @functools.cache

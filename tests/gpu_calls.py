@@ -193,7 +193,9 @@ def _other_dtypes() -> Iterator[GpuCall]:
     highest = {"precision": "highest", **CAUSAL}
     for head in (64, 128, 256):
         more = {"arguments": highest, "quick": head == 128}
-        yield GpuCall(f"float32 highest {head} causal", *_square(head, 2048), F32, **more)
+        yield GpuCall(
+            f"float32 highest {head} causal", *_square(head, 2048), F32, **more
+        )
     bias = {"bias": (F32, "1nts")}
     for head in (64, 128):
         name = f"float32 {head} bias"

@@ -6,8 +6,8 @@
     python -m tests.gpus b200 -k "256 causal"  calls whose name has this text
 
 Arrays have the types of a described GPU, so that the library chooses as it would there;
-JAX's CUDA plugin compiles forward and gradients with XLA's Triton. Shared memory is what
-XLA says, registers and spills are what ptxas says. Exits with 1 if a call does not
+JAX's CUDA plugin compiles forward and gradients with XLA's Triton. Shared memory is
+what XLA says, registers and spills are what ptxas says. Exits with 1 if a call does not
 compile, a kernel spills more than 128 bytes a thread (stores and loads together), takes
 more shared memory than was estimated, or, on GPUs of 99 KiB, leaves less than two warps
 to a scheduler at head sizes of 64 and 128. Nothing runs on a GPU.

@@ -29,6 +29,7 @@ from tests.gpu_targets import TARGETS
 
 PASSES = ("forward", "backward", "both")
 
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Something that a program starts, or waits for.
@@ -137,7 +138,9 @@ def compiled(
       shape: batch size, rows of a device, query heads, key heads, head size.
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS["h200"].description, topology=f"1x1x{devices}"
+        platform="cuda",
+        target_config=TARGETS["h200"].description,
+        topology=f"1x1x{devices}",
     )
     mesh = Mesh(np.array(topology.devices), ("x",))
     b, t, n, k, h = shape

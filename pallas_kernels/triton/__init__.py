@@ -157,8 +157,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         itemsize, product = jnp.dtype(dtype).itemsize, precision
         least = tuning.smallest(kernel, heads, itemsize, gpu)
     if interpret:  # no memory of a GPU is asked for
-        size = max(gpu.shared_memory, least)
-        gpu = dataclasses.replace(gpu, shared_memory=size)
+        enough = max(gpu.shared_memory, least)
+        gpu = dataclasses.replace(gpu, shared_memory=enough)
     blocks = tuning.choose(
         kernel,
         config,

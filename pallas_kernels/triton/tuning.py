@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 
-from pallas_kernels import device, tables
+from pallas_kernels import tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
 from pallas_kernels.device import Gpu
 from pallas_kernels.tables import padded
@@ -100,8 +100,8 @@ def shared_memory(
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
-    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, and
-    of some 400 compiled for a B200 and COUNT for GPUs of `mma.sync`.
+    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, of
+    some 400 compiled for a B200 and as many for GPUs of `mma.sync`.
 
     Args:
       kernel: one of `KERNELS`.
@@ -164,19 +164,25 @@ def _of_mma_sync(
     if kernel == "dbias":
         resident = own * sum(heads) * itemsize
         ahead = (own + streamed) * sum(heads) * itemsize + pairs * pair_bytes
-        more = max(4 * pairs, keys if itemsize > 2 else 0)
+        more = 4 * pairs + (keys if itemsize > 2 else 0)
         need = max(resident + more, (stages - 1) * ahead)
     elif stages > 1:
+        if itemsize > 2 and kernel == "dkv" and own <= 32:  # half stays in registers
+            resident, left = resident / 2, 0
         ahead = keys + values + pairs * pair_bytes + rows
         need = resident + (stages - 1) * ahead + left
-    else:  # a tile at a time, in the order of products
+    elif itemsize > 2:  # a tile at a time; of left operands there are three pieces
+        pieces = 6 if itemsize == SPLIT_ITEMSIZE else itemsize
+        need = (resident * pieces + 4 * max(keys, values)) / itemsize + rows
+    else:  # in the order of products, and of heads in pieces a piece
         of_kernel = {
             "forward": max(keys, values + left),
             "dv": max(keys, values + left),
             "dkv": keys + values + max(keys, values),  # one is also wanted transposed
         }
-        need = resident + rows
-        need += of_kernel.get(kernel, max(keys + values, keys + left))
+        in_pieces = all(len(tables.pieces(head)) > 1 for head in heads)
+        both = keys + (pairs * itemsize if in_pieces else values)
+        need = resident + rows + of_kernel.get(kernel, max(both, keys + left))
     # A sum, in float32, passes through it on its way out.
     return math.ceil(max(need, own * max((x[0] for x in summed), default=0) * 4))
 
@@ -269,7 +275,8 @@ def _regimes(gpu: Gpu, kernel: str, head: str, regimes) -> dict[str, Blocks]:
             raise _wrong(gpu, field, f"{odd} is no power of two")
         size = {"float32": 4, "float32 highest": SPLIT_ITEMSIZE}.get(regime, 2)
         is_own = tables.serving("triton", gpu.kind) == gpu.kind
-        if is_own and not fits(kernel, blocks, (int(head),) * 2, size, gpu=gpu):
+        heads = int(head), int(head)
+        if is_own and not fits(kernel, blocks, heads, size, gpu=gpu):
             text = f"{numbers!r} may need more memory than it has; others are taken"
             warnings.warn(str(_wrong(gpu, field, text)), stacklevel=2)
     if "plain" not in found:

@@ -19,7 +19,8 @@ KIB = 1 << 10
 HEADS = (*((n, n) for n in (16, 64, 80, 96, 128, 160, 192, 256, 320, 512)), (192, 128))
 # One of each family, and Thor, of which little is known.
 CLASSES = {
-    name: Gpu.named(f"NVIDIA {name}") for name in ("A10", "A100", "H100", "B200", "Thor")
+    name: Gpu.named(f"NVIDIA {name}")
+    for name in ("A10", "A100", "H100", "B200", "Thor")
 }
 
 
@@ -166,6 +167,76 @@ def test_estimates_for_tensor_memory(
         assert least <= bytes_
     need = tuning.tensor_memory(kernel, blocks, heads, itemsize)
     assert columns <= tables.padded(max(need, 1))
+
+
+# Compiled for an RTX 4090 in the same way (JAX 0.12.0.1, 2026-11-27): kernel, blocks,
+# head size, bytes of an element, bytes for each pair, dropout; bytes of shared memory.
+COMPILED_FOR_MMA_SYNC = [
+    ("dbias", (32, 64, 4, 2), 64, 4, 4, 0, 53248),
+    ("dbias", (64, 32, 4, 1), 256, 2, 5, 1, 69632),
+    ("dbias", (64, 32, 4, 2), 64, 4, 4, 0, 57344),
+    ("dbias", (64, 32, 8, 1), 128, 4, 4, 0, 73728),
+    ("dbias", (64, 64, 4, 1), 80, 2, 4, 0, 28672),
+    ("dbias", (64, 64, 4, 2), 64, 2, 5, 1, 36864),
+    ("dbias", (64, 64, 8, 1), 128, 2, 5, 1, 36864),
+    ("dk", (32, 32, 4, 2), 192, 2, 0, 1, 53504),
+    ("dk", (32, 64, 4, 1), 192, 2, 5, 1, 63488),
+    ("dk", (32, 64, 4, 2), 192, 2, 0, 0, 73984),
+    ("dk", (32, 64, 8, 1), 256, 2, 0, 0, 98304),
+    ("dk", (32, 64, 8, 2), 192, 2, 0, 0, 73984),
+    ("dk", (32, 128, 8, 1), 192, 2, 0, 0, 114688),
+    ("dk", (64, 32, 8, 1), 256, 2, 4, 0, 98304),
+    ("dk", (64, 32, 8, 2), 192, 2, 0, 0, 78336),
+    ("dk", (64, 64, 4, 1), 192, 2, 4, 0, 75776),
+    ("dk", (64, 64, 8, 1), 192, 2, 0, 0, 77824),
+    ("dkv", (32, 64, 4, 2), 96, 2, 0, 1, 37120),
+    ("dkv", (32, 64, 8, 1), 128, 4, 4, 1, 81920),
+    ("dkv", (32, 64, 8, 2), 128, 2, 4, 0, 61696),
+    ("dkv", (64, 32, 4, 2), 64, 4, 0, 0, 33280),
+    ("dkv", (64, 64, 4, 2), 96, 2, 0, 1, 49664),
+    ("dkv", (64, 64, 8, 1), 128, 2, 4, 0, 81920),
+    ("dkv", (64, 64, 8, 2), 80, 2, 1, 0, 45568),
+    ("dq", (32, 32, 4, 2), 64, 4, 0, 0, 32768),
+    ("dq", (32, 64, 4, 2), 64, 4, 0, 0, 49152),
+    ("dq", (32, 64, 8, 1), 256, 2, 0, 0, 98304),
+    ("dq", (64, 32, 4, 1), 64, 4, 0, 0, 40960),
+    ("dq", (64, 32, 4, 2), 192, 2, 0, 1, 73728),
+    ("dq", (64, 32, 8, 1), 256, 2, 4, 0, 98304),
+    ("dq", (64, 32, 8, 2), 128, 2, 5, 1, 67584),
+    ("dq", (64, 64, 4, 1), 192, 2, 0, 1, 75776),
+    ("dq", (64, 64, 4, 2), 96, 2, 1, 0, 53248),
+    ("dq", (64, 64, 8, 1), 128, 2, 4, 0, 65536),
+    ("dq", (64, 64, 8, 2), 128, 2, 4, 0, 90112),
+    ("dv", (32, 64, 4, 1), 192, 2, 0, 0, 36864),
+    ("dv", (32, 64, 4, 2), 192, 2, 0, 1, 49280),
+    ("dv", (32, 128, 8, 2), 192, 2, 0, 0, 73856),
+    ("dv", (64, 64, 4, 1), 192, 2, 0, 0, 49152),
+    ("dv", (64, 64, 4, 2), 192, 2, 4, 0, 90368),
+    ("dv", (64, 64, 8, 1), 256, 2, 0, 1, 81920),
+    ("dv", (64, 128, 8, 1), 192, 2, 0, 0, 73728),
+    ("forward", (32, 32, 8, 2), 192, 2, 5, 1, 46080),
+    ("forward", (64, 32, 4, 2), 192, 2, 0, 0, 49152),
+    ("forward", (64, 32, 8, 2), 128, 4, 0, 0, 73728),
+    ("forward", (64, 64, 4, 2), 80, 2, 0, 1, 30720),
+    ("forward", (64, 64, 8, 1), 192, 2, 0, 1, 49152),
+    ("forward", (128, 32, 8, 2), 128, 2, 5, 1, 69632),
+    ("forward", (128, 64, 4, 2), 96, 2, 0, 1, 49152),
+    ("forward", (128, 64, 8, 1), 192, 2, 4, 0, 73728),
+    ("forward", (128, 64, 8, 2), 128, 2, 0, 0, 65792),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "head", "itemsize", "pairs", "dropout", "bytes_"),
+    COMPILED_FOR_MMA_SYNC,
+)
+def test_estimates_of_mma_sync(kernel, blocks, head, itemsize, pairs, dropout, bytes_):
+    """Never below what the compiler took; far above it in float32 alone."""
+    heads = (sum(tables.pieces(head)),) * 2
+    sizes = kernel, Blocks(*blocks), heads, itemsize, pairs
+    more = {"products": "mma.sync", "dropout": bool(dropout)}
+    most = 2.0 if itemsize == 4 else 1.5 if kernel == "dbias" else 1.3
+    assert bytes_ <= tuning.shared_memory(*sizes, **more) <= most * bytes_
 
 
 # Of calls that could not be compiled for a B200 when its memory was taken for an H200's

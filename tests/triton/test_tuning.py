@@ -35,7 +35,9 @@ def test_tables_are_whole_and_fit(family):
             for regime, numbers in regimes.items():
                 sizes = kernel, Blocks(*numbers), (head,) * 2, SIZES.get(regime, 2)
                 assert tuning.fits(*sizes, gpu=gpu), (kernel, head, regime)
-                left = family.products == "wgmma" or not Blocks(*numbers).left_in_registers
+                left = (
+                    family.products == "wgmma" or not Blocks(*numbers).left_in_registers
+                )
                 assert left, (kernel, head, regime)
 
 
@@ -190,9 +192,18 @@ def test_a_gpu_without_a_table_takes_its_familys(own_table, capability):
         ('{"gpu": "NVIDIA X"}', "'blocks' must be a dictionary, got None"),
         (_table_of({}, kernel="dkw"), "dkw: no such kernel"),
         (_table_of({}, head="130"), "dq, 130: no such head size"),
-        (_table_of({"fast": [16, 16, 4, 1]}), "dq, 128, fast: no such regime, of plain"),
-        (_table_of({"plain": [16, 24, 4, 1]}), "dq, 128, plain: .*multiple of 16, got 24"),
-        (_table_of({"plain": [16, 48, 4, 1]}), "dq, 128, plain: block_kv=48 is no power"),
+        (
+            _table_of({"fast": [16, 16, 4, 1]}),
+            "dq, 128, fast: no such regime, of plain",
+        ),
+        (
+            _table_of({"plain": [16, 24, 4, 1]}),
+            "dq, 128, plain: .*multiple of 16, got 24",
+        ),
+        (
+            _table_of({"plain": [16, 48, 4, 1]}),
+            "dq, 128, plain: block_kv=48 is no power",
+        ),
         (_table_of({"plain": [16]}), "dq, 128, plain: .*missing"),
         (_table_of({"few": [16, 16, 4, 1]}), "dq, 128: no blocks for 'plain'"),
         (_table_of({"plain": [16, 16, 4, 1]}, kernel="dkv"), "dq, 128: no blocks"),
