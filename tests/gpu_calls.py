@@ -48,7 +48,7 @@ class GpuCall:
         shapes = (b, t, n, h), (b, s, k, h), (b, s, k, d)
         arrays, static = {}, {}
         for name, value in self.arguments.items():
-            if isinstance(value, tuple):
+            if isinstance(value, tuple) and isinstance(value[0], str):
                 dtype, axes = value
                 arrays[name] = struct(tuple(size[a] for a in axes), jnp.dtype(dtype))
             else:

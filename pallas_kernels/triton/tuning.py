@@ -163,8 +163,9 @@ def _of_mma_sync(
     resident = own * sum(heads[: LEFT[kernel]]) * itemsize
     if kernel == "dbias":
         resident = own * sum(heads) * itemsize
-        ahead = (own + streamed) * sum(heads) * itemsize + pairs * pair_bytes
-        more = 4 * pairs + (keys if itemsize > 2 else 0)
+        rows += 8 * own
+        ahead = (own + streamed) * sum(heads) * itemsize + pairs * pair_bytes + rows
+        more = 4 * pairs + (keys if itemsize > 2 else 0) + rows
         need = max(resident + more, (stages - 1) * ahead)
     elif stages > 1:
         if itemsize > 2 and kernel == "dkv" and own <= 32:  # half stays in registers

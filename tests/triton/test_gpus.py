@@ -1,4 +1,4 @@
-"""`tests.gpus`: kernels compiled for GPUs that are not here, and what it calls a fault."""
+"""`tests.gpus`: kernels compiled for GPUs that are not here, and what a fault is."""
 
 import dataclasses
 import re

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Blocks, Config, attention
-from pallas_kernels import configs, tables
+from pallas_kernels import configs, device, tables
 from pallas_kernels.device import Gpu
 from pallas_kernels.triton import addresses, registers, support, tuning
 from tests.cases import CASES, by_name
@@ -180,10 +180,15 @@ def test_shared_memory_is_not_underestimated(kernel, blocks, head, itemsize, byt
     assert bytes_ <= estimate
 
 
-def test_a_gpu_with_too_little_shared_memory_says_so():
+def test_a_gpu_with_too_little_shared_memory_says_so(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 64, 1, 512), jnp.float32)
     call = functools.partial(attention, implementation="triton")
-    with pytest.raises(ValueError, match=r"head size 512 in float32 needs \d+ KiB"):
+    assert "flash2_forward" in lower_for_gpu(call, x, x, x, device="NVIDIA L4")
+    small = dataclasses.replace(Gpu.named("NVIDIA L4"), shared_memory=80 << 10)
+    monkeypatch.setattr(device, "gpu", lambda: small)
+    words = r"head size 512 in float32 needs \d+ KiB .* this GPU has 80"
+    call = functools.partial(attention, implementation="triton")  # traced anew
+    with pytest.raises(ValueError, match=words):
         lower_for_gpu(call, x, x, x, device="NVIDIA L4")
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     assert "flash2_forward" in lower_for_gpu(call, half, half, half, device="NVIDIA L4")
