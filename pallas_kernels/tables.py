@@ -73,7 +73,7 @@ def read(backend: str, gpu: str | None, family: Family | None = None) -> dict:
     """The table that serves a GPU (`serving`).
 
     Raises:
-      ValueError: if it is no JSON, or lacks its parts.
+      ValueError: if it is no JSON, or that of another GPU.
     """
     found = serving(backend, gpu, family)
     path = table_path(backend, found)
@@ -81,13 +81,11 @@ def read(backend: str, gpu: str | None, family: Family | None = None) -> dict:
         content = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, of blocks for {gpu}: no JSON: {error}") from None
-    for field, expected in (("gpu", found), ("blocks", None)):
-        got = content.get(field) if isinstance(content, dict) else None
-        if got is None or (expected and got != expected):
-            wanted = repr(expected) if expected else "a dictionary"
-            raise ValueError(
-                f"{path}, of blocks for {gpu}: {field!r} must be {wanted}, got {got!r}"
-            )
+    named = content.get("gpu") if isinstance(content, dict) else None
+    if named != found:
+        raise ValueError(
+            f"{path}, of blocks for {gpu}: 'gpu' must be {found!r}, got {named!r}"
+        )
     return content
 
 
@@ -96,8 +94,17 @@ def table(backend: str, gpu: str | None, family: Family | None = None) -> dict:
 
     A regime of elements of two bytes that a kernel lacks is as "plain" is, or "whole"
     as "short"; one of float32 has no tuned blocks then.
+
+    Raises:
+      ValueError: as `read`, or if the table has none.
     """
-    return read(backend, gpu, family)["blocks"]
+    blocks = read(backend, gpu, family).get("blocks")
+    if not isinstance(blocks, dict):
+        path = table_path(backend, serving(backend, gpu, family))
+        raise ValueError(
+            f"{path}, of blocks for {gpu}: 'blocks' must be a dictionary, got {blocks}"
+        )
+    return blocks
 
 
 def number(backend: str, name: str):

@@ -114,7 +114,8 @@ def shared_memory(
     """
     beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
     if products != "wgmma" and not beside:
-        return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, dropout)
+        handed = 1 + dropout  # its bits, too
+        return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
     stages: float = blocks.num_stages
@@ -145,20 +146,21 @@ def _of_mma_sync(
     heads: tuple[int, int],
     itemsize: float,
     pair_bytes: int,
-    dropout: bool,
+    handed: int,
 ) -> int:
     """`shared_memory` where products are `mma.sync`.
 
     Left operands stay there. Of what a loop loads ahead there is a buffer less than
-    there are stages, for products wait for their operands.
+    there are stages, for products wait for their operands. `handed` counts tiles of
+    pairs that warps hand to each other where they divide columns of a product.
     """
     pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
     own, streamed = _rows(kernel, blocks)
     keys, values = (streamed * head * itemsize for head in heads)
     summed = [tables.pieces(heads[i]) for i in _PRODUCTS[kernel][1]]
-    # Warps that divide columns of a product, too, need all of its left operand.
     divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
-    left = min(itemsize, 4) * pairs * (1 + dropout) if divide or own <= 32 else 0
+    each = 4 if own <= 16 else min(itemsize, 4)
+    left = each * pairs * handed if divide or own <= 32 else 0
     rows = (16 if kernel in ("dkv", "dk", "dv") else 8) * streamed  # lse, delta, ids
     resident = own * sum(heads[: LEFT[kernel]]) * itemsize
     if kernel == "dbias":

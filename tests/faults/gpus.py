@@ -90,8 +90,8 @@ MUTANTS = [
         ),
         (
             "what warps hand to each other without room",
-            "dropout) if divide or own <= 32 else 0",
-            "dropout) * 0",
+            "left = each * pairs * handed if",
+            "left = 0 if",
             f"{CLASSES} -k of_mma_sync",
         ),
         (
@@ -123,8 +123,8 @@ MUTANTS = [
         ),
         (
             "a table of another GPU taken for its own",
-            "if got is None or (expected and got != expected):",
-            "if got is None:",
+            "if named != found:",
+            "if named is None:",
             f"{TUNING} -k table_that_is_wrong",
         ),
     ),
