@@ -8,9 +8,10 @@
 Arrays have the types of a described GPU, so that the library chooses as it would there;
 JAX's CUDA plugin compiles forward and gradients with XLA's Triton. Shared memory is
 what XLA says, registers and spills are what ptxas says. Exits with 1 if a call does not
-compile, a kernel spills more than 128 bytes a thread (stores and loads together), takes
-more shared memory than was estimated, or, on GPUs of 99 KiB, leaves less than two warps
-to a scheduler at head sizes of 64 and 128. Nothing runs on a GPU.
+compile, a kernel spills more than 128 bytes a thread (stores and loads together, and
+not on Hopper, whose blocks were timed), takes more shared memory than was estimated,
+or, on GPUs of 99 KiB, leaves less than two warps to a scheduler at head sizes of 64 and
+128. Nothing runs on a GPU.
 
 Needs the extra `test-gpus`. Each GPU has a process of its own: XLA reads where it puts
 what it makes once.
@@ -72,7 +73,8 @@ class Kernel:
     spilled: int
 
     def faults(self, target: Target, head_size: int) -> Iterator[str]:
-        if self.spilled > MOST_SPILLED:
+        was_timed = target.capability == "9.0"  # what spills there was the fastest
+        if self.spilled > MOST_SPILLED and not was_timed:
             yield f"{self.name} spills {self.spilled} bytes a thread"
         if self.shared_memory > self.estimate:
             yield (
