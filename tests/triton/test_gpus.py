@@ -30,6 +30,7 @@ GOOD = gpus.Kernel(
         ("rtx4090", {}, None),
         ("rtx4090", {"spilled": 128}, None),
         ("rtx4090", {"spilled": 129}, "dq spills 129 bytes a thread"),
+        ("gh200", {"spilled": 480}, None),
         (
             "b200",
             {"shared_memory": 81 << 10},
