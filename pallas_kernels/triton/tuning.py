@@ -135,6 +135,7 @@ def shared_memory(
         # round more. What is made of pairs in other layouts passes through it, too.
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
         bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+        tiles += 4 * blocks.num_stages * streamed  # what keys have each
         tiles += dropout * bits * (1 if kernel in ("forward", "dq") else 2)
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     return int(need) + tiles
