@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 import jax
 
-from pallas_kernels import device, user_tables
+from pallas_kernels import device, tables, user_tables
 from pallas_kernels.backend import Backend, Call, Declined, Pass, Plan
 
 try:  # what `jax.ensure_compile_time_eval` sets
@@ -246,9 +246,12 @@ def choose(implementation: str | None, call: Call) -> str:
     Raises:
       ValueError: if the backend asked for cannot serve the call, or none can.
     """
-    with remembering():
+    with _described_by(call), remembering():
         chosen = _choice(implementation, call)
-        if implementation is not None or BACKENDS[chosen].platform is not None:
+        needed = BACKENDS[chosen].platform if chosen in BACKENDS else None
+        if needed is not None and not call.interpret:
+            _warn_of_unknown_gpu()
+        if implementation is not None or needed is not None:
             return chosen
         here = device.platform()
         kernels = [x for x in unnamed() if BACKENDS[x].platform == here]
@@ -261,6 +264,42 @@ def choose(implementation: str | None, call: Call) -> str:
             stacklevel=_level_of_caller(),
         )
     return chosen
+
+
+def _warn_of_unknown_gpu() -> None:
+    gpu = device.gpu()
+    if not gpu.is_known:
+        path = tables.table_path(
+            "triton", tables.serving("triton", gpu.kind, gpu.family)
+        )
+        warnings.warn(
+            f"jax_flash2.attention does not know the GPU {gpu.kind!r}, which is not on "
+            f"this machine: kernels take the blocks of the smallest GPUs ({path.name})",
+            stacklevel=_level_of_caller(),
+        )
+
+
+def check_lowered(name: str, *, is_named: bool) -> None:
+    """Of a program for one platform alone, that the choice was made for it.
+
+    Args:
+      name, is_named: as for `again`.
+
+    Raises:
+      ValueError: if the program is for GPUs that were not known when it was traced.
+    """
+    traced_for, platform = device.platform(), device.target()
+    if is_named or name == REFERENCE or BACKENDS[name].platform is not None:
+        return
+    known = platform == traced_for or device.is_here(platform)
+    if not known and any(x.platform == platform for x in BACKENDS.values()):
+        raise ValueError(
+            f"jax_flash2.attention was traced for {traced_for!r}, where {name!r} is "
+            f"best, and is lowered for {platform!r}, of which no device is here. Types "
+            "of arrays of one device do not name it: give them a NamedSharding on a "
+            "mesh of the devices, trace under an abstract mesh with that "
+            f"abstract_device, or name an implementation ({name!r} for these loops)"
+        )
 
 
 def again(name: str, call: Call, *, is_named: bool) -> str:
@@ -333,8 +372,18 @@ def _slower(name: str, call: Call) -> str | None:
     return None if isinstance(own, Declined) else own.slower
 
 
+def _described_by(call: Call):
+    """In which the devices that the types of a call's arrays name are meant."""
+    return device.describing(device.described_by(x.value for x in call.operands))
+
+
 def explain(implementation: str | None, call: Call) -> str:
     """The decision of `choose` as text, with the reason for each backend."""
+    with _described_by(call):
+        return "\n".join(_explained(implementation, call))
+
+
+def _explained(implementation: str | None, call: Call) -> list[str]:
     lines = []
     try:
         chosen = _choice(implementation, call)
@@ -357,7 +406,11 @@ def explain(implementation: str | None, call: Call) -> str:
         text = f"{text}, if named{_marked(name)}" if _marked(name) else text
         lines.append(f"  {name}: {why_not or text}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")
-    return "\n".join(lines)
+    if device.target() == "cuda":
+        gpu = device.gpu()
+        table = tables.serving("triton", gpu.kind, gpu.family)
+        lines.append(f"  GPU: {gpu.words}; blocks of Triton kernels: {table}")
+    return lines
 
 
 def _marked(name: str) -> str:

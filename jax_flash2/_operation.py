@@ -33,12 +33,15 @@ class Problem:
       backend: name of the backend that was chosen; kernels of another one may be
         faster for the axes that `vmap` adds (`_backends.again`).
       is_named: whether the caller named it.
+      described: the abstract device that it is for (`device.described_by`), of which
+        the parts say nothing that JAX divides arrays into.
     """
 
     axes: tuple[Axes, ...]
     tree: Any
     backend: str
     is_named: bool
+    described: Any = None
 
     @classmethod
     def of(cls, call: Call, backend: str, *, is_named: bool = False) -> Problem:
@@ -48,7 +51,8 @@ class Problem:
           ValueError: if a floating-point array is none of `Call.differentiable`.
         """
         leaves, tree = jax.tree.flatten(call)
-        problem = cls(tuple(x.axes for x in leaves), tree, backend, is_named)
+        there = device.described_by(x.value for x in leaves)
+        problem = cls(tuple(x.axes for x in leaves), tree, backend, is_named, there)
         known = set(problem.places.values())
         others = (x for i, x in enumerate(leaves) if i not in known)
         unknown = [x for x in others if is_differentiable(x)]
@@ -314,7 +318,12 @@ class Operation:
     def _lower(self, context, *operands, platform=None, **params):
         if platform is None:
             platform, *_ = context.platforms or context.module_context.platforms
-        with device.lowering_for(platform), _backends.remembering():
+        problem = params["problem"]
+        where = device.describing(problem.described)
+        with where, device.lowering_for(platform), _backends.remembering():
+            if len(context.module_context.platforms) == 1:
+                is_named = problem.is_named
+                _backends.check_lowered(problem.backend, is_named=is_named)
             return self._lower_there(context, *operands, **params)
 
     def _lower_there(self, context, *operands, problem: Problem, axes, marker):

@@ -28,6 +28,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash2 import _partitioner
+from pallas_kernels import device
 from pallas_kernels.core.axes import Axes, Named, is_batch, is_whole, sizes
 
 _SCALAR = [Named(np.zeros(()), ())]
@@ -40,8 +41,8 @@ def local(aval):
 
 def one_device():
     """The context in which one device's part is traced."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    there = device.known_to_jax()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=there))
 
 
 def on_mesh(division: Division):

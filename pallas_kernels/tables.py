@@ -18,18 +18,26 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from pallas_kernels.core.axes import batch_axes, sizes
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.device import Family
 
 TUNING = Path(__file__).parent / "tuning"
 HEADS = (64, 80, 96, 128, 192, 256, 512)  # sizes of head blocks that tables have
 # Rows of queries, heads of a group among them, up to which one block holds them all and
 # waits for keys and values.
 FEW_ROWS = 64
-# The GPU whose table serves those that have none, by backend: its blocks, where they
-# fit. "context" is the choice of a method for rows divided over devices.
+# The GPU whose table serves those that have none, by backend. "context" is the choice
+# of a method for rows divided over devices.
 DEFAULT_GPUS = {
     "triton": "NVIDIA H200",
     "mosaic_gpu": "NVIDIA H100 80GB HBM3",
     "context": "NVIDIA H200",
+}
+# Triton's, by family of GPUs; the numbers that such a table lacks are the default's.
+FAMILIES = {
+    device.SM_80: "sm_80",
+    device.SM_86: "sm_86",
+    device.SM_90: DEFAULT_GPUS["triton"],
+    device.SM_100: "sm_100",
 }
 
 REGIMES = {
@@ -52,31 +60,58 @@ def table_path(backend: str, gpu: str) -> Path:
     return TUNING / f"{backend}_{gpu.lower().replace(' ', '_')}.json"
 
 
-def is_tuned(backend: str, gpu: str | None) -> bool:
-    """Whether a GPU has a table of its own."""
-    return gpu is not None and table_path(backend, gpu).exists()
+def serving(backend: str, gpu: str | None, family: Family | None = None) -> str:
+    """Which table serves a GPU: its own, its family's, or the default one's."""
+    if gpu is not None and table_path(backend, gpu).exists():
+        return gpu
+    default = DEFAULT_GPUS[backend]
+    return FAMILIES[family] if backend == "triton" and family else default
 
 
 @functools.cache
-def read(backend: str, gpu: str | None) -> dict:
-    """The table of a GPU, or that of `DEFAULT_GPUS` if it has none."""
-    path = table_path(backend, gpu or DEFAULT_GPUS[backend])
-    path = path if path.exists() else table_path(backend, DEFAULT_GPUS[backend])
-    return json.loads(path.read_text())
+def read(backend: str, gpu: str | None, family: Family | None = None) -> dict:
+    """The table that serves a GPU (`serving`).
+
+    Raises:
+      ValueError: if it is no JSON, or that of another GPU.
+    """
+    found = serving(backend, gpu, family)
+    path = table_path(backend, found)
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, of blocks for {gpu}: no JSON: {error}") from None
+    named = content.get("gpu") if isinstance(content, dict) else None
+    if named != found:
+        raise ValueError(
+            f"{path}, of blocks for {gpu}: 'gpu' must be {found!r}, got {named!r}"
+        )
+    return content
 
 
-def table(backend: str, gpu: str | None) -> dict:
+def table(backend: str, gpu: str | None, family: Family | None = None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).
 
     A regime of elements of two bytes that a kernel lacks is as "plain" is, or "whole"
     as "short"; one of float32 has no tuned blocks then.
+
+    Raises:
+      ValueError: as `read`, or if the table has none.
     """
-    return read(backend, gpu)["blocks"]
+    blocks = read(backend, gpu, family).get("blocks")
+    if not isinstance(blocks, dict):
+        path = table_path(backend, serving(backend, gpu, family))
+        raise ValueError(
+            f"{path}, of blocks for {gpu}: 'blocks' must be a dictionary, got {blocks}"
+        )
+    return blocks
 
 
 def number(backend: str, name: str):
     """A number of a backend's choices, for the GPU that is meant."""
-    return read(backend, device.device_kind())["numbers"][name]["value"]
+    gpu = device.gpu()
+    found = read(backend, gpu.kind, gpu.family).get("numbers", {})
+    return (found.get(name) or read(backend, None)["numbers"][name])["value"]
 
 
 def bucket(head_size: int) -> int:

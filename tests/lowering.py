@@ -48,7 +48,7 @@ def described_as_here(capability: int) -> Iterator[str]:
 
     Gives its name. JAX takes Mosaic GPU's architecture from a device that is there.
     """
-    here = mock.patch.object(devices, "is_here", lambda: True)
+    here = mock.patch.object(devices, "gpu_is_here", lambda: True)
     architecture = divmod(capability, 10)
     asked = mock.patch.object(utils, "_infer_arch", lambda: architecture, create=True)
     with here, asked:

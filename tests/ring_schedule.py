@@ -25,33 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_flash2 import Context, attention
 from jax_flash2._rows import STRIPE
+from tests.gpu_targets import TARGETS
 
 PASSES = ("forward", "backward", "both")
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +138,9 @@ def compiled(
       shape: batch size, rows of a device, query heads, key heads, head size.
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_H200, topology=f"1x1x{devices}"
+        platform="cuda",
+        target_config=TARGETS["h200"].description,
+        topology=f"1x1x{devices}",
     )
     mesh = Mesh(np.array(topology.devices), ("x",))
     b, t, n, k, h = shape

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 from jax_flash2.tune.problems import HIDDEN, TOKENS, Problem, Shape, random_mask
 from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks
-from pallas_kernels.triton import support, tuning
+from pallas_kernels.triton import tuning
 
 BACKEND = "triton"
 KERNELS = configs.KERNELS
@@ -38,15 +37,12 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     is too small to be fast is left out.
     """
     heads, size = (head_size, head_size), tuning.ITEMSIZES.get(regime, 2)
-    limit = device.shared_memory_limit()
+    gpu = device.gpu()
+    limit, products = gpu.shared_memory, gpu.family.products
     pair_bytes = {"bias": 2, "heavy": 1}.get(regime, 0)
+    room = {"gpu": gpu, "dropout": regime == "dropout"}
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
-    options |= {"pair_bytes": pair_bytes, "gpu": device.device_kind()}
-    room: dict[str, Any] = {"columns": device.tensor_memory_columns()}
-    room |= {"limit": limit, "dropout": regime == "dropout"}
-    options |= room
-    keeps_left = support.reads_left_from_shared_memory()
-    options |= {"keeps_left": keeps_left}
+    options |= {"pair_bytes": pair_bytes, **room}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
     if regime == "decode":  # its block of queries holds them all
         shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
@@ -58,7 +54,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         ]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
-    left = tuning.LEFT[kernel] if half and keeps_left else 0
+    left = tuning.LEFT[kernel] if half and products == "wgmma" else 0
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
     for sizes, kept in itertools.product(shapes, range(left + 1)):
         blocks = Blocks(*sizes, left_in_registers=kept)
@@ -68,9 +64,11 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         accumulators = 2 if kernel == "dkv" else 0 if kernel == "dbias" else 1
         scores = 1 if kernel in ("forward", "dv") else 2
         values = own * (accumulators * head_size + scores * other)
-        values += own * kept * head_size / 2
+        in_registers = tuning.LEFT[kernel] if products == "mma.sync" else kept
+        values += own * in_registers * head_size * size / 4
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
-        need = tuning.shared_memory(kernel, blocks, heads, size, pair_bytes)
+        taken = kernel, blocks, heads, size, pair_bytes
+        need = tuning.shared_memory(*taken, products=products)
         has_room = half and head_size <= 128 and limit > 200 << 10
         large = 2**12 if has_room else 2**10
         if half and (own < 16 * blocks.num_warps or other < 32):

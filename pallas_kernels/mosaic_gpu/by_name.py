@@ -56,7 +56,7 @@ def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | N
     if device.capability() not in capabilities:
         known = ", ".join(str(x / 10) for x in capabilities)
         return f"compute capability {device.capability() / 10} is not one of {known}"
-    if not device.is_here():
+    if not device.gpu_is_here():
         return "JAX lowers Mosaic GPU for this GPU only on a machine that has one"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"

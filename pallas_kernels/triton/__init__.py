@@ -91,8 +91,8 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
 
 def _unsupported(call: Call) -> str | None:
     """Why this backend has no kernels for a call here and now, or None."""
-    if not call.interpret and device.capability() < 80:
-        return f"compute capability {device.capability() / 10} is below 8.0"
+    if not call.interpret and (capability := device.capability()) < 80:
+        return f"compute capability {capability / 10} is below 8.0"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16, float16 or float32"
     if lacking := call.lacking(support.OPERATIONS):
@@ -116,9 +116,8 @@ def _unfit(kernel: str, call: Call) -> str | None:
         return f"{odd} of Config.{kernel} is no power of two"
     if call.interpret:
         return None
-    limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
-    itemsize = jnp.dtype(call.dtype).itemsize
-    least = tuning.smallest(kernel, heads, itemsize, columns)
+    gpu, itemsize = device.gpu(), jnp.dtype(call.dtype).itemsize
+    limit, least = gpu.shared_memory, tuning.smallest(kernel, heads, itemsize, gpu)
     needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
     if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
         least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
@@ -151,25 +150,25 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _head_blocks(operands)
-    limit, columns = device.shared_memory_limit(), device.tensor_memory_columns()
+    gpu = device.gpu()
     itemsize, product = support.product_precision(dtype, precision, interpret)
-    if tuning.smallest(kernel, heads, itemsize, columns) > limit:  # float32 as it is
+    least = tuning.smallest(kernel, heads, itemsize, gpu)
+    if least > gpu.shared_memory:  # float32 as it is
         itemsize, product = jnp.dtype(dtype).itemsize, precision
+        least = tuning.smallest(kernel, heads, itemsize, gpu)
     if interpret:  # no memory of a GPU is asked for
-        limit = max(limit, tuning.smallest(kernel, heads, itemsize, columns))
+        enough = max(gpu.shared_memory, least)
+        gpu = dataclasses.replace(gpu, shared_memory=enough)
     blocks = tuning.choose(
         kernel,
         config,
         rows=(size["t"], size["s"]),
         heads=heads,
         itemsize=itemsize,
-        limit=limit,
-        columns=columns,
+        gpu=gpu,
         dropout=spec.dropout is not None,
         regime=tables.regime(operands, spec),
         pair_bytes=tables.pair_bytes(spec),
-        gpu=device.device_kind(),
-        keeps_left=support.reads_left_from_shared_memory(),
     )
     arithmetic = support.arithmetic(dtype, interpret)
     splits = None if config is None else config.splits

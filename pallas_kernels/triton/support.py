@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import configs, device
+from pallas_kernels import configs
 from pallas_kernels.core import axes, pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
@@ -35,11 +35,6 @@ def lowering_context():
             "ignore", message="The Pallas Triton backend is deprecated"
         )
         yield
-
-
-def reads_left_from_shared_memory() -> bool:
-    """Whether products do so unless their left operands are kept in registers."""
-    return device.capability() // 10 == 9
 
 
 def pallas_call(kernel, *, blocks: configs.Blocks, interpret: bool, **kwargs):

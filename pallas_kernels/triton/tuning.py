@@ -2,28 +2,26 @@
 
 A block that spills registers runs 3 to 8 times slower, and one that needs more shared
 memory than the GPU has does not run at all: so blocks follow from the head size, the
-width of the dtype and what is unusual about a call by a table made on a GPU
-(`pallas_kernels.tables`), and from its shared memory, unless the caller passes a
-`Config`.
+width of the dtype and what is unusual about a call by a table made on a GPU, or made
+with the compiler for its family (`pallas_kernels.tables`), and from its shared memory,
+unless the caller passes a `Config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+import warnings
 
 from pallas_kernels import device, tables, user_tables
 from pallas_kernels.configs import KERNELS, Blocks, Config
+from pallas_kernels.device import Gpu
 from pallas_kernels.tables import padded
 
 # A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
 # and padded head sizes up to the key.
 _SMALLER = "Smaller blocks"
-# A table of what is taken instead of the H200's on GPUs with tensor memory that have
-# none of their own, where its blocks spill registers or ask for more than there is.
-_ON_BLACKWELL = "Blackwell"
-
 
 # The head size that an entry of a table is tuned for, if it is not the largest one that
 # it serves.
@@ -102,13 +100,13 @@ def shared_memory(
     itemsize: float,
     pair_bytes: int = 0,
     *,
-    tensor_memory: bool = False,
+    products: str = "wgmma",
     dropout: bool = False,
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
-    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, and
-    of some 400 compiled for a B200.
+    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, of
+    some 400 compiled for a B200 and as many for GPUs of `mma.sync`.
 
     Args:
       kernel: one of `KERNELS`.
@@ -116,9 +114,13 @@ def shared_memory(
       heads: padded head sizes of key and value.
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
-      tensor_memory: whether the GPU has it.
+      products: of the family of the GPU (`device.Family`).
       dropout: whether bits are made for each pair.
     """
+    beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
+    if products != "wgmma" and not beside:
+        handed = 1 + dropout  # its bits, too
+        return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
     stages: float = blocks.num_stages
@@ -133,14 +135,65 @@ def shared_memory(
     need = (resident + stages * streamed * sum(heads)) * itemsize
     # A sum, in float32, passes through it on its way out.
     need = max(need, own * max(heads) * 4)
-    if tensor_memory and uses_tensor_memory(kernel, blocks):
+    if beside:
         # Products run beside the loop: the second reader of a block holds it for one
         # round more. What is made of pairs in other layouts passes through it, too.
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
         bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+        tiles += 4 * blocks.num_stages * streamed  # what keys have each
         tiles += dropout * bits * (1 if kernel in ("forward", "dq") else 2)
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     return int(need) + tiles
+
+
+def _of_mma_sync(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int,
+    handed: int,
+) -> int:
+    """`shared_memory` where products are `mma.sync`.
+
+    Left operands stay there. Of what a loop loads ahead there is a buffer less than
+    there are stages, for products wait for their operands. `handed` counts tiles of
+    pairs that warps hand to each other where they divide columns of a product.
+    """
+    pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
+    own, streamed = _rows(kernel, blocks)
+    keys, values = (streamed * head * itemsize for head in heads)
+    summed = [tables.pieces(heads[i]) for i in _PRODUCTS[kernel][1]]
+    divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
+    each = 4 if own <= 16 else min(itemsize, 4)
+    left = each * pairs * handed if divide or own <= 32 else 0
+    rows = (16 if kernel in ("dkv", "dk", "dv") else 8) * streamed  # lse, delta, ids
+    resident = own * sum(heads[: LEFT[kernel]]) * itemsize
+    if kernel == "dbias":
+        resident = own * sum(heads) * itemsize
+        rows += 8 * own
+        ahead = (own + streamed) * sum(heads) * itemsize + pairs * pair_bytes + rows
+        more = 4 * pairs + (keys if itemsize > 2 else 0) + rows
+        need = max(resident + more, (stages - 1) * ahead)
+    elif stages > 1:
+        if itemsize > 2 and kernel == "dkv" and own <= 32:  # half stays in registers
+            resident, left = resident / 2, 0
+        ahead = keys + values + pairs * pair_bytes + rows
+        need = resident + (stages - 1) * ahead + left
+    elif itemsize > 2:  # a tile at a time; of left operands there are three pieces
+        pieces = 6 if itemsize == SPLIT_ITEMSIZE else itemsize
+        need = (resident * pieces + 4 * max(keys, values)) / itemsize + rows
+    else:  # in the order of products, and of heads in pieces a piece
+        of_kernel = {
+            "forward": max(keys, values + left),
+            "dv": max(keys, values + left),
+            "dkv": keys + values + max(keys, values),  # one is also wanted transposed
+        }
+        in_pieces = all(len(tables.pieces(head)) > 1 for head in heads)
+        both = keys + (pairs * itemsize if in_pieces else values)
+        need = resident + rows + of_kernel.get(kernel, max(both, keys + left))
+    # A sum, in float32, passes through it on its way out.
+    return math.ceil(max(need, own * max((x[0] for x in summed), default=0) * 4))
 
 
 def tensor_memory(
@@ -183,37 +236,83 @@ def fits(
     itemsize: float,
     pair_bytes: int = 0,
     *,
-    limit: int,
-    columns: int = 0,
+    gpu: Gpu,
     dropout: bool = False,
 ) -> bool:
     """Whether a kernel surely has room on a GPU; arguments as for `choose`."""
-    need = shared_memory(
-        kernel,
-        blocks,
-        heads,
-        itemsize,
-        pair_bytes,
-        dropout=dropout,
-        tensor_memory=columns > 0,
-    )
-    if need > limit:
+    sizes = kernel, blocks, heads, itemsize
+    more = {"dropout": dropout, "products": gpu.family.products}
+    if shared_memory(*sizes, pair_bytes, **more) > gpu.shared_memory:
         return False
-    return not columns or tensor_memory(kernel, blocks, heads, itemsize) <= columns
+    return not gpu.tensor_memory or tensor_memory(*sizes) <= gpu.tensor_memory
+
+
+@functools.cache
+def _table(gpu: Gpu) -> dict[str, dict[str, dict[str, Blocks]]]:
+    """The blocks that serve a GPU, by kernel, padded head size and regime.
+
+    Warns of those in its own table that do not fit it.
+
+    Raises:
+      ValueError: if a field of the table is wrong.
+    """
+    found = {}
+    for kernel, heads in tables.table("triton", gpu.kind, gpu.family).items():
+        if kernel not in KERNELS:
+            raise _wrong(gpu, kernel, f"no such kernel, of {', '.join(KERNELS)}")
+        found[kernel] = {
+            head: _regimes(gpu, kernel, head, regimes)
+            for head, regimes in heads.items()
+        }
+    return found
+
+
+def _regimes(gpu: Gpu, kernel: str, head: str, regimes) -> dict[str, Blocks]:
+    """Of a table that serves a GPU, the blocks of a kernel for heads of a size."""
+    field, found = f"{kernel}, {head}", {}
+    if head not in map(str, tables.HEADS):
+        raise _wrong(gpu, field, f"no such head size, of {tables.HEADS}")
+    for regime, numbers in regimes.items():
+        field = f"{kernel}, {head}, {regime}"
+        if regime not in tables.REGIMES:
+            raise _wrong(gpu, field, f"no such regime, of {', '.join(tables.REGIMES)}")
+        try:
+            blocks = found[regime] = Blocks(*numbers)
+        except (TypeError, ValueError) as error:
+            raise _wrong(gpu, field, f"{numbers!r}: {error}") from None
+        if odd := no_power_of_two(blocks):
+            raise _wrong(gpu, field, f"{odd} is no power of two")
+        size = ITEMSIZES.get(regime, 2)
+        is_own = tables.serving("triton", gpu.kind) == gpu.kind
+        heads = int(head), int(head)
+        if is_own and not fits(kernel, blocks, heads, size, gpu=gpu):
+            text = f"{numbers!r} may need more memory than it has; others are taken"
+            warnings.warn(str(_wrong(gpu, field, text)), stacklevel=2)
+    if "plain" not in found:
+        raise _wrong(gpu, f"{kernel}, {head}", "no blocks for 'plain'")
+    return found
+
+
+def _wrong(gpu: Gpu, field: str, why: str) -> ValueError:
+    path = tables.table_path("triton", tables.serving("triton", gpu.kind, gpu.family))
+    return ValueError(f"{path}, of blocks for {gpu.kind}: {field}: {why}")
 
 
 def _candidates(
     kernel: str,
     heads: tuple[int, int],
     itemsize: float,
+    gpu: Gpu,
     regime: str = "plain",
-    gpu: str | None = None,
-    columns: int = 0,
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
     size = max(heads)
-    bucket = tables.bucket(size)
-    tuned = tables.table("triton", gpu)[kernel][str(bucket)]
+    head = str(tables.bucket(size))
+    tuned = _table(gpu).get(kernel, {}).get(head)
+    if tuned is None:
+        raise _wrong(gpu, f"{kernel}, {head}", "no blocks")
+    own = user_tables.read("triton", gpu.kind)["blocks"].get(kernel, {}).get(head, {})
+    tuned = tuned | {name: Blocks(*numbers) for name, numbers in own.items()}
     smaller = tables.table("triton", _SMALLER)[kernel]
     smaller = next(blocks for n, blocks in smaller.items() if size <= int(n))
     regime = {x: name for name, x in ITEMSIZES.items()}.get(itemsize, regime)
@@ -221,31 +320,22 @@ def _candidates(
     names = [regime]
     if itemsize == 2:
         names += ["short", "plain"] if regime == "whole" else ["plain"]
-    if columns and not tables.is_tuned("triton", gpu):
-        there = tables.table("triton", _ON_BLACKWELL)
-        tuned = tuned | there.get(kernel, {}).get(str(bucket), {})
-    own = user_tables.read("triton", gpu)["blocks"]
-    tuned = tuned | own.get(kernel, {}).get(str(bucket), {})
     found = []
-    for name in names:
-        if name in tuned:
-            blocks = Blocks(*tuned[name])
-            fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
-            found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
+    for blocks in (tuned[name] for name in names if name in tuned):
+        fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
+        found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
     return found + [Blocks(*blocks) for blocks in smaller]
 
 
-def smallest(
-    kernel: str, heads: tuple[int, int], itemsize: float, columns: int = 0
-) -> int:
+def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> int:
     """Bytes of shared memory below which a kernel cannot run with these heads.
 
     Args:
-      kernel, heads, itemsize, columns: as for `choose`.
+      kernel, heads, itemsize, gpu: as for `choose`.
     """
-    blocks = _candidates(kernel, heads, itemsize, columns=columns)[-1]
-    has = columns > 0
-    return shared_memory(kernel, blocks, heads, itemsize, tensor_memory=has)
+    blocks = _candidates(kernel, heads, itemsize, gpu)[-1]
+    products = gpu.family.products
+    return shared_memory(kernel, blocks, heads, itemsize, products=products)
 
 
 def choose(
@@ -255,13 +345,10 @@ def choose(
     rows: tuple[int, int],
     heads: tuple[int, int],
     itemsize: float,
-    limit: int,
-    columns: int = 0,
+    gpu: Gpu,
     pair_bytes: int = 0,
     dropout: bool = False,
     regime: str = "plain",
-    gpu: str | None = None,
-    keeps_left: bool = True,
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -271,26 +358,20 @@ def choose(
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
-      limit: shared memory of the GPU in bytes, at least `smallest`.
-      columns: of tensor memory of the GPU, 0 where it has none.
+      gpu: the GPU, with `smallest` bytes of shared memory at least.
       pair_bytes: bytes of bias and mask for each pair of query and key.
       dropout: whether bits are made for each pair.
       regime: of a call with elements of two bytes, one of `tables.REGIMES`.
-      gpu: kind of the device, for its table.
-      keeps_left: whether a table's blocks may keep left operands in registers.
 
     Raises:
-      ValueError: if no candidate is known to fit.
+      ValueError: if no candidate is known to fit, or the GPU's table is wrong.
     """
     chosen = None if config is None else config.blocks(kernel)
     if chosen is not None:
         return chosen
-    candidates = _candidates(kernel, heads, itemsize, regime, gpu, columns)
-    if not keeps_left:
-        candidates = [dataclasses.replace(x, left_in_registers=0) for x in candidates]
-    room = {"limit": limit, "columns": columns, "dropout": dropout}
-    for blocks in candidates:
-        if fits(kernel, blocks, heads, itemsize, pair_bytes, **room):
+    for blocks in _candidates(kernel, heads, itemsize, gpu, regime):
+        more = {"gpu": gpu, "dropout": dropout}
+        if fits(kernel, blocks, heads, itemsize, pair_bytes, **more):
             return dataclasses.replace(
                 blocks,
                 block_q=min(blocks.block_q, padded(rows[0])),
@@ -298,7 +379,7 @@ def choose(
             )
     raise ValueError(
         f"implementation='triton': no blocks of {kernel} for head sizes {heads} fit "
-        f"{limit >> 10} KiB of shared memory"
+        f"{gpu.shared_memory >> 10} KiB of shared memory"
     )
 
 
@@ -307,12 +388,11 @@ def _unfit(kernel: str, size: int, regime: str, blocks: Blocks) -> str | None:
     if odd := no_power_of_two(blocks):
         return f"{odd} is no power of two"
     head = TUNED_SIZES.get(size, size)
-    limit, itemsize = device.shared_memory_limit(), ITEMSIZES.get(regime, 2)
-    room: dict[str, Any] = {"limit": limit, "columns": device.tensor_memory_columns()}
-    room |= {"dropout": regime == "dropout"}
+    gpu, itemsize = device.gpu(), ITEMSIZES.get(regime, 2)
+    room = {"gpu": gpu, "dropout": regime == "dropout"}
     if fits(kernel, blocks, (head, head), itemsize, **room):
         return None
-    return f"{blocks} does not fit {limit >> 10} KiB of shared memory"
+    return f"{blocks} does not fit {gpu.shared_memory >> 10} KiB of shared memory"
 
 
 user_tables.KNOWN["triton"] = user_tables.Known(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.faults.kernels import of
 
 CLASSES = "tests/triton/test_gpu_classes.py"
+TUNING = "tests/triton/test_tuning.py"
+DESCRIBED = "tests/transforms/test_described.py"
 BLOCKS = "tests/mosaic_gpu/test_gradient_blocks.py"
 CHOICE = "tests/mosaic_gpu/test_choice.py"
 
@@ -13,21 +15,39 @@ MUTANTS = [
         "pallas_kernels/device.py",
         (
             "an unknown GPU taken for a Hopper",
-            "_UNKNOWN = 86, 84",
-            "_UNKNOWN = 90, 132",
+            "_UNKNOWN = 86 ",
+            "_UNKNOWN = 90 ",
             f"{CLASSES} -k by_name",
         ),
         (
             "tensor memory of GPUs that have none",
-            "if 100 <= capability() < 120 else",
-            "if 100 <= capability() < 130 else",
+            "if 100 <= self.capability < 120:",
+            "if 100 <= self.capability < 130:",
             f"{CLASSES} -k by_name",
         ),
         (
             "a described GPU's multiprocessors not asked for",
-            "here = _here() or abstract_device()",
-            "here = _here()",
+            "core_count=count) if count else found",
+            "core_count=None)",
             f"{CLASSES} -k how_many_multiprocessors",
+        ),
+        (
+            "a part of a GPU with the multiprocessors of all of it",
+            "None if _PART.search(kind) else count",
+            "count",
+            f"{CLASSES} -k by_name",
+        ),
+        (
+            "kernels lowered for a name that JAX refuses",
+            "return AbstractDevice(name, there.num_cores, there.platform)",
+            "return there",
+            f"{CLASSES} -k unknown_name",
+        ),
+        (
+            "types that name a mesh not asked where a program runs",
+            "return next((x for x in found if x is not None), None)",
+            "return None",
+            f"{DESCRIBED} -k types_name",
         ),
     ),
     *of(
@@ -58,9 +78,69 @@ MUTANTS = [
         ),
         (
             "columns of tensor memory not limited",
-            "not columns or tensor_memory(kernel, blocks, heads, itemsize) <= columns",
+            "not gpu.tensor_memory or tensor_memory(*sizes) <= gpu.tensor_memory",
             "True",
             f"{CLASSES} -k 'fits_every_class or of_an_h200'",
+        ),
+        (
+            "left operands of mma.sync without room",
+            "resident = own * sum(heads[: LEFT[kernel]]) * itemsize",
+            "resident = 0",
+            f"{CLASSES} -k of_mma_sync",
+        ),
+        (
+            "what warps hand to each other without room",
+            "left = each * pairs * handed if",
+            "left = 0 if",
+            f"{CLASSES} -k of_mma_sync",
+        ),
+        (
+            "a buffer too many for mma.sync",
+            "need = resident + (stages - 1) * ahead + left",
+            "need = resident + stages * ahead + left",
+            f"{CLASSES} -k of_mma_sync",
+        ),
+        (
+            "a wrong regime of a table not said",
+            "if regime not in tables.REGIMES:",
+            "if False:",
+            f"{TUNING} -k table_that_is_wrong",
+        ),
+        (
+            "a table's blocks that do not fit not said",
+            "if is_own and not fits(",
+            "if False and not fits(",
+            f"{TUNING} -k do_not_fit",
+        ),
+    ),
+    *of(
+        "pallas_kernels/tables.py",
+        (
+            "a family without its table",
+            "return FAMILIES[family] if backend",
+            "return default if backend",
+            f"{TUNING} -k 'familys or whole'",
+        ),
+        (
+            "a table of another GPU taken for its own",
+            "if named != found:",
+            "if named is None:",
+            f"{TUNING} -k table_that_is_wrong",
+        ),
+    ),
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "a program for GPUs that were not known runs loops, in silence",
+            "if not known and any(",
+            "if False and any(",
+            f"{DESCRIBED} -k one_device",
+        ),
+        (
+            "an unknown GPU not said",
+            "if not gpu.is_known:",
+            "if False:",
+            f"{CLASSES} -k unknown_name",
         ),
     ),
     *of(
@@ -117,7 +197,7 @@ MUTANTS = [
             "dropout not told to the choice of blocks",
             "dropout=spec.dropout is not None,",
             "dropout=False,",
-            f"{CLASSES} -k asks_for",
+            f"{CLASSES} -k takes_its",
         ),
         (
             "the caller's blocks not compared with the GPU",

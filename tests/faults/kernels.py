@@ -329,12 +329,6 @@ _TRITON = [
             "jnp.tanh if dtype == jnp.float64 else",
             ASSEMBLY,
         ),
-        (
-            "tiles kept in registers on GPUs that need it not",
-            "capability() // 10 == 9",
-            "capability() // 10 >= 9",
-            "tests/triton/test_lowering.py -k only_gpus_of",
-        ),
     ),
     *of(
         "pallas_kernels/triton/registers.py",

@@ -52,7 +52,7 @@ MUTANTS = [
         "pallas_kernels/triton/tuning.py",
         (
             "blocks of the user's table not taken",
-            "tuned = tuned | own.get(kernel, {}).get(str(bucket), {})",
+            "tuned = tuned | {name: Blocks(*numbers) for name, numbers in own.items()}",
             "pass",
             f"{TABLES} -k calls_use",
         ),

@@ -1,5 +1,6 @@
 """GPUs by class: their names, their memory, and blocks that fit it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,18 +10,17 @@ import pytest
 from jax_flash2 import Blocks, Config, attention
 from jax_flash2.tune import triton as tune_triton
 from pallas_kernels import device, tables
+from pallas_kernels.device import Gpu
 from pallas_kernels.triton import tuning
 from tests.lowering import lower_for_gpu
 from tests.tiers import deep
 
 KIB = 1 << 10
-# (bytes of shared memory, columns of tensor memory, whether left operands are kept)
+HEADS = (*((n, n) for n in (16, 64, 80, 96, 128, 160, 192, 256, 320, 512)), (192, 128))
+# One of each family, and Thor, of which little is known.
 CLASSES = {
-    "99 KiB": (99 * KIB, 0, False),
-    "A100": (163 * KIB, 0, False),
-    "Hopper": (227 * KIB, 0, True),
-    "B200": (227 * KIB, 512, False),
-    "Thor, of which little is known": (99 * KIB, 512, False),
+    name: Gpu.named(f"NVIDIA {name}")
+    for name in ("A10", "A100", "H100", "B200", "Thor")
 }
 
 
@@ -31,49 +31,26 @@ def _itemsize(regime: str) -> float:
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("regime", tables.REGIMES)
 def test_what_is_chosen_fits_every_class(name, regime):
-    limit, columns, keeps_left = CLASSES[name]
-    size = _itemsize(regime)
-    sizes = [(head, head) for head in (16, 64, 80, 96, 128, 160, 192, 256, 320, 512)]
-    for head in (*sizes, (192, 128), (64, 256)):
+    gpu, size = CLASSES[name], _itemsize(regime)
+    limit, room = gpu.shared_memory, {"products": gpu.family.products}
+    for head in (*HEADS, (64, 256)):
         heads = sum(tables.pieces(head[0])), sum(tables.pieces(head[1]))
         for kernel in tuning.kernels(heads):
-            if tuning.smallest(kernel, heads, size, columns) > limit:
-                assert (limit, max(head) > 256, size >= 4) == (
-                    99 * KIB,
-                    True,
-                    True,
-                ) or (
-                    size == tuning.SPLIT_ITEMSIZE  # multiplied as float32 then
-                )
+            if tuning.smallest(kernel, heads, size, gpu) > limit:
+                small = limit == 99 * KIB and max(head) > 256 and size >= 4
+                assert small or size == tuning.SPLIT_ITEMSIZE  # as float32 then
                 continue
-            for pair_bytes, dropout in ((0, 0), (0, 1), (1, 0), (2, 1), (4, 0), (9, 1)):
-                blocks = tuning.choose(
-                    kernel,
-                    None,
-                    rows=(8192, 8192),
-                    heads=heads,
-                    itemsize=size,
-                    limit=limit,
-                    columns=columns,
-                    pair_bytes=pair_bytes,
-                    dropout=bool(dropout),
-                    regime=regime,
-                    gpu="NVIDIA Unheard Of",
-                    keeps_left=keeps_left,
-                )
-                need = tuning.shared_memory(
-                    kernel,
-                    blocks,
-                    heads,
-                    size,
-                    pair_bytes,
-                    tensor_memory=columns > 0,
-                    dropout=bool(dropout),
-                )
+            for pairs, dropout in ((0, 0), (0, 1), (1, 0), (2, 1), (4, 0), (9, 1)):
+                options = {"rows": (8192, 8192), "heads": heads, "itemsize": size}
+                options |= {"pair_bytes": pairs, "regime": regime, "gpu": gpu}
+                more = {"dropout": bool(dropout)}
+                blocks = tuning.choose(kernel, None, **options, **more)
+                sizes = kernel, blocks, heads, size
+                need = tuning.shared_memory(*sizes, pairs, **room, **more)
                 assert need <= limit, (kernel, head, blocks)
-                if columns:
-                    need = tuning.tensor_memory(kernel, blocks, heads, size)
-                    assert need <= columns, (kernel, head, blocks)
+                if gpu.tensor_memory:
+                    need = tuning.tensor_memory(*sizes)
+                    assert need <= gpu.tensor_memory, (kernel, head, blocks)
 
 
 # Compiled for a B200 by XLA's Triton (JAX 0.12.0.1, 2026-11-27): kernel, blocks, head
@@ -178,7 +155,7 @@ def test_estimates_for_tensor_memory(
         heads,
         itemsize,
         pairs,
-        tensor_memory=True,
+        products="tcgen05",
         dropout=bool(dropout),
     )
     assert bytes_ <= estimate
@@ -190,6 +167,76 @@ def test_estimates_for_tensor_memory(
         assert least <= bytes_
     need = tuning.tensor_memory(kernel, blocks, heads, itemsize)
     assert columns <= tables.padded(max(need, 1))
+
+
+# Compiled for an RTX 4090 in the same way (JAX 0.12.0.1, 2026-11-27): kernel, blocks,
+# head size, bytes of an element, bytes for each pair, dropout; bytes of shared memory.
+COMPILED_FOR_MMA_SYNC = [
+    ("dbias", (32, 64, 4, 2), 64, 4, 4, 0, 53248),
+    ("dbias", (64, 32, 4, 1), 256, 2, 5, 1, 69632),
+    ("dbias", (64, 32, 4, 2), 64, 4, 4, 0, 57344),
+    ("dbias", (64, 32, 8, 1), 128, 4, 4, 0, 73728),
+    ("dbias", (64, 64, 4, 1), 80, 2, 4, 0, 28672),
+    ("dbias", (64, 64, 4, 2), 64, 2, 5, 1, 36864),
+    ("dbias", (64, 64, 8, 1), 128, 2, 5, 1, 36864),
+    ("dk", (32, 32, 4, 2), 192, 2, 0, 1, 53504),
+    ("dk", (32, 64, 4, 1), 192, 2, 5, 1, 63488),
+    ("dk", (32, 64, 4, 2), 192, 2, 0, 0, 73984),
+    ("dk", (32, 64, 8, 1), 256, 2, 0, 0, 98304),
+    ("dk", (32, 64, 8, 2), 192, 2, 0, 0, 73984),
+    ("dk", (32, 128, 8, 1), 192, 2, 0, 0, 114688),
+    ("dk", (64, 32, 8, 1), 256, 2, 4, 0, 98304),
+    ("dk", (64, 32, 8, 2), 192, 2, 0, 0, 78336),
+    ("dk", (64, 64, 4, 1), 192, 2, 4, 0, 75776),
+    ("dk", (64, 64, 8, 1), 192, 2, 0, 0, 77824),
+    ("dkv", (32, 64, 4, 2), 96, 2, 0, 1, 37120),
+    ("dkv", (32, 64, 8, 1), 128, 4, 4, 1, 81920),
+    ("dkv", (32, 64, 8, 2), 128, 2, 4, 0, 61696),
+    ("dkv", (64, 32, 4, 2), 64, 4, 0, 0, 33280),
+    ("dkv", (64, 64, 4, 2), 96, 2, 0, 1, 49664),
+    ("dkv", (64, 64, 8, 1), 128, 2, 4, 0, 81920),
+    ("dkv", (64, 64, 8, 2), 80, 2, 1, 0, 45568),
+    ("dq", (32, 32, 4, 2), 64, 4, 0, 0, 32768),
+    ("dq", (32, 64, 4, 2), 64, 4, 0, 0, 49152),
+    ("dq", (32, 64, 8, 1), 256, 2, 0, 0, 98304),
+    ("dq", (64, 32, 4, 1), 64, 4, 0, 0, 40960),
+    ("dq", (64, 32, 4, 2), 192, 2, 0, 1, 73728),
+    ("dq", (64, 32, 8, 1), 256, 2, 4, 0, 98304),
+    ("dq", (64, 32, 8, 2), 128, 2, 5, 1, 67584),
+    ("dq", (64, 64, 4, 1), 192, 2, 0, 1, 75776),
+    ("dq", (64, 64, 4, 2), 96, 2, 1, 0, 53248),
+    ("dq", (64, 64, 8, 1), 128, 2, 4, 0, 65536),
+    ("dq", (64, 64, 8, 2), 128, 2, 4, 0, 90112),
+    ("dv", (32, 64, 4, 1), 192, 2, 0, 0, 36864),
+    ("dv", (32, 64, 4, 2), 192, 2, 0, 1, 49280),
+    ("dv", (32, 128, 8, 2), 192, 2, 0, 0, 73856),
+    ("dv", (64, 64, 4, 1), 192, 2, 0, 0, 49152),
+    ("dv", (64, 64, 4, 2), 192, 2, 4, 0, 90368),
+    ("dv", (64, 64, 8, 1), 256, 2, 0, 1, 81920),
+    ("dv", (64, 128, 8, 1), 192, 2, 0, 0, 73728),
+    ("forward", (32, 32, 8, 2), 192, 2, 5, 1, 46080),
+    ("forward", (64, 32, 4, 2), 192, 2, 0, 0, 49152),
+    ("forward", (64, 32, 8, 2), 128, 4, 0, 0, 73728),
+    ("forward", (64, 64, 4, 2), 80, 2, 0, 1, 30720),
+    ("forward", (64, 64, 8, 1), 192, 2, 0, 1, 49152),
+    ("forward", (128, 32, 8, 2), 128, 2, 5, 1, 69632),
+    ("forward", (128, 64, 4, 2), 96, 2, 0, 1, 49152),
+    ("forward", (128, 64, 8, 1), 192, 2, 4, 0, 73728),
+    ("forward", (128, 64, 8, 2), 128, 2, 0, 0, 65792),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "head", "itemsize", "pairs", "dropout", "bytes_"),
+    COMPILED_FOR_MMA_SYNC,
+)
+def test_estimates_of_mma_sync(kernel, blocks, head, itemsize, pairs, dropout, bytes_):
+    """Never below what the compiler took; far above it in float32 alone."""
+    heads = (sum(tables.pieces(head)),) * 2
+    sizes = kernel, Blocks(*blocks), heads, itemsize, pairs
+    more = {"products": "mma.sync", "dropout": bool(dropout)}
+    most = 2.0 if itemsize == 4 else 1.5 if kernel == "dbias" else 1.3
+    assert bytes_ <= tuning.shared_memory(*sizes, **more) <= most * bytes_
 
 
 # Of calls that could not be compiled for a B200 when its memory was taken for an H200's
@@ -210,43 +257,23 @@ REFUSED = [
 def test_blocks_of_an_h200_that_do_not_fit_a_b200(
     kernel, head, itemsize, regime, asked
 ):
+    dropout = regime == "dropout"
     options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": itemsize}
-    options |= {"regime": regime, "dropout": regime == "dropout", "limit": 227 * KIB}
-    before = tuning.choose(kernel, None, keeps_left=False, **options)
-    now = tuning.choose(kernel, None, keeps_left=False, columns=512, **options)
-    assert before != now
-    fits = functools.partial(
-        tuning.fits,
-        kernel,
-        heads=(head, head),
-        itemsize=itemsize,
-        limit=227 * KIB,
-        columns=512,
-        dropout=regime == "dropout",
-    )
-    assert not fits(before)
-    assert fits(now)
+    options |= {"regime": regime, "dropout": dropout}
+    before = tuning.choose(kernel, None, gpu=CLASSES["H100"], **options)
+    before = dataclasses.replace(before, left_in_registers=0)
+    now = tuning.choose(kernel, None, gpu=CLASSES["B200"], **options)
+    room = {"gpu": CLASSES["B200"], "dropout": dropout}
+    assert not tuning.fits(kernel, before, (head, head), itemsize, **room)
+    assert tuning.fits(kernel, now, (head, head), itemsize, **room)
     assert asked > (512 if asked < 1024 else 227 * KIB)
-
-
-def test_a_gpu_with_a_table_has_its_own_blocks(monkeypatch):
-    """What replaces the H200's on Blackwell is for want of a table."""
-    options = {"rows": (8192, 8192), "heads": (256, 256), "itemsize": 2}
-    options |= {"limit": 227 * KIB, "columns": 512, "gpu": "NVIDIA B200"}
-    options |= {"keeps_left": False}
-    tuned = tables.table("triton", "NVIDIA B200")["forward"]["256"]["plain"]
-    blocks = tuning.choose("forward", None, **options)
-    assert blocks != Blocks(*tuned[:4])
-    monkeypatch.setattr(tables, "is_tuned", lambda backend, gpu: True)
-    assert tuning.choose("forward", None, **options) == Blocks(*tuned[:4])
 
 
 @pytest.mark.parametrize("regime", ["plain", "dropout", "decode", "float32"])
 def test_the_tuner_measures_nothing_that_does_not_fit(monkeypatch, regime):
-    monkeypatch.setattr(device, "device_kind", lambda: "NVIDIA B200")
-    monkeypatch.setattr(device, "_here", lambda: None)
-    size = _itemsize(regime)
-    room = {"limit": 227 * KIB, "columns": 512, "dropout": regime == "dropout"}
+    gpu, size = CLASSES["B200"], _itemsize(regime)
+    monkeypatch.setattr(device, "gpu", lambda: gpu)
+    room = {"gpu": gpu, "dropout": regime == "dropout"}
     for head in (64, 128, 256):
         for kernel in tune_triton.kernels(regime, head):
             found = tune_triton.candidates(kernel, head, regime)
@@ -257,56 +284,83 @@ def test_the_tuner_measures_nothing_that_does_not_fit(monkeypatch, regime):
 
 def test_no_blocks_that_do_not_fit():
     options = {"rows": (8192, 8192), "heads": (128, 128), "itemsize": 2}
+    small = dataclasses.replace(CLASSES["A10"], shared_memory=4 * KIB)
     with pytest.raises(ValueError, match=r"no blocks of dq for .* fit 4 KiB"):
-        tuning.choose("dq", None, limit=4 * KIB, **options)
+        tuning.choose("dq", None, gpu=small, **options)
 
 
-# (name, compute capability times ten, KiB of shared memory, columns, multiprocessors)
+# (name, compute capability times ten, family, multiprocessors if the name tells)
 NAMES = [
-    ("NVIDIA A100-SXM4-80GB", 80, 163, 0, 108),
-    ("NVIDIA A30", 80, 163, 0, 56),
-    ("NVIDIA A10", 86, 99, 0, 84),
-    ("NVIDIA A10G", 86, 99, 0, 84),
-    ("NVIDIA A40-48Q", 86, 99, 0, 84),
-    ("NVIDIA RTX A6000", 86, 99, 0, 84),
-    ("NVIDIA GeForce RTX 3090", 86, 99, 0, 84),
-    ("NVIDIA L4", 89, 99, 0, 142),
-    ("NVIDIA L40S", 89, 99, 0, 142),
-    ("NVIDIA GeForce RTX 4090", 89, 99, 0, 142),
-    ("NVIDIA RTX 6000 Ada Generation", 89, 99, 0, 142),
-    ("NVIDIA RTX 5000 Ada Generation", 89, 99, 0, 142),
-    ("NVIDIA H100 80GB HBM3", 90, 227, 0, 132),
-    ("NVIDIA H200", 90, 227, 0, 132),
-    ("NVIDIA GH200 480GB", 90, 227, 0, 132),
-    ("NVIDIA B200", 100, 227, 512, 148),
-    ("NVIDIA GB200", 100, 227, 512, 148),
-    ("NVIDIA B300 SXM6 AC", 103, 227, 512, 148),
-    ("NVIDIA GB300", 103, 227, 512, 148),
-    ("NVIDIA Thor", 110, 99, 512, 20),
-    ("NVIDIA GeForce RTX 5090", 120, 99, 0, 188),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, 99, 0, 188),
-    ("NVIDIA GB10", 121, 99, 0, 48),
-    ("Tesla T4", 75, 64, 0, 72),
-    ("Quadro RTX 5000", 75, 64, 0, 72),
-    ("Tesla V100-SXM2-16GB", 70, 99, 0, 80),
-    ("NVIDIA Unheard Of", 86, 99, 0, 84),
+    ("NVIDIA A100-SXM4-80GB", 80, "sm_80", 108),
+    ("NVIDIA A100 80GB PCIe", 80, "sm_80", 108),
+    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 80, "sm_80", None),
+    ("NVIDIA A30", 80, "sm_80", 56),
+    ("NVIDIA A10", 86, "sm_86", 72),
+    ("NVIDIA A10G", 86, "sm_86", 80),
+    ("NVIDIA A40-48Q", 86, "sm_86", 84),
+    ("NVIDIA RTX A6000", 86, "sm_86", 84),
+    ("NVIDIA RTX A4000", 86, "sm_86", None),
+    ("NVIDIA GeForce RTX 3060", 86, "sm_86", None),
+    ("NVIDIA GeForce RTX 3090", 86, "sm_86", 82),
+    ("Orin (nvgpu)", 87, "sm_80", None),
+    ("NVIDIA L4", 89, "sm_86", 58),
+    ("NVIDIA L40S", 89, "sm_86", 142),
+    ("NVIDIA GeForce RTX 4090", 89, "sm_86", 128),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 89, "sm_86", None),
+    ("NVIDIA RTX 6000 Ada Generation", 89, "sm_86", 142),
+    ("NVIDIA RTX 5000 Ada Generation", 89, "sm_86", None),
+    ("NVIDIA H100 80GB HBM3", 90, "sm_90", 132),
+    ("NVIDIA H100 PCIe", 90, "sm_90", 114),
+    ("NVIDIA H20", 90, "sm_90", 78),
+    ("NVIDIA H200", 90, "sm_90", 132),
+    ("NVIDIA GH200 480GB", 90, "sm_90", 132),
+    ("NVIDIA B200", 100, "sm_100", 148),
+    ("NVIDIA GB200", 100, "sm_100", None),
+    ("NVIDIA B300 SXM6 AC", 103, "sm_100", 148),
+    ("NVIDIA GB300", 103, "sm_100", None),
+    ("NVIDIA Thor", 110, "sm_100", 20),
+    ("NVIDIA GeForce RTX 5090", 120, "sm_86", 170),
+    ("NVIDIA GeForce RTX 5070 Ti", 120, "sm_86", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, "sm_86", 188),
+    ("NVIDIA GB10", 121, "sm_86", 48),
+    ("Tesla T4", 75, "sm_86", 40),
+    ("Quadro RTX 5000", 75, "sm_86", None),
+    ("Tesla V100-SXM2-16GB", 70, "sm_86", 80),
+    ("NVIDIA Unheard Of", 86, "sm_86", None),
 ]
+# In KiB, and in columns.
+MEMORY = {"sm_80": (163, 0), "sm_86": (99, 0), "sm_90": (227, 0), "sm_100": (227, 512)}
 
 
-@pytest.mark.parametrize(("name", "capability", "kib", "columns", "count"), NAMES)
-def test_gpus_by_name(monkeypatch, name, capability, kib, columns, count):
-    monkeypatch.setattr(device, "device_kind", lambda: name)
-    monkeypatch.setattr(device, "_here", lambda: None)
-    assert device.capability() == capability
-    assert device.shared_memory_limit() == kib * KIB
-    assert device.tensor_memory_columns() == columns
-    assert device.multiprocessors() == count
+@pytest.mark.parametrize(("name", "capability", "family", "count"), NAMES)
+def test_gpus_by_name(name, capability, family, count):
+    gpu = Gpu.named(name)
+    assert (gpu.capability, gpu.family.name) == (capability, family)
+    assert gpu.core_count == count
+    assert gpu.multiprocessors == (count or gpu.family.multiprocessors)
+    kib, columns = MEMORY[family]
+    kib = {75: 64, 110: 99}.get(capability, kib)
+    assert (gpu.shared_memory, gpu.tensor_memory) == (kib * KIB, columns)
+    assert gpu.is_known == ("Unheard" not in name)
+    assert ("assumed" in gpu.words) == (count is None)
 
 
 def test_a_gpu_that_says_how_many_multiprocessors_it_has(monkeypatch):
-    gpu = jax.sharding.AbstractDevice("NVIDIA H100 PCIe", 114, "cuda")
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 PCIe", 60, "cuda")
     monkeypatch.setattr(device, "abstract_device", lambda: gpu)
-    assert device.multiprocessors() == 114
+    assert device.multiprocessors() == device.gpu().core_count == 60
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_an_unknown_name_is_one_of_the_smallest_gpus_and_said(implementation):
+    """Never Hopper's kernels: what fits 99 KiB and multiplies by mma.sync fits all."""
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 128), jnp.bfloat16)
+    call = functools.partial(attention, implementation=implementation)
+    words = r"does not know the GPU 'NVIDIA Unheard Of'.*triton_sm_86\.json"
+    with pytest.warns(UserWarning, match=words):
+        text = lower_for_gpu(call, x, x, x, device="NVIDIA Unheard Of")
+    assert text == lower_for_gpu(call, x, x, x, device="NVIDIA RTX A4000")
+    assert "__gpu$xla.gpu.triton" in text
 
 
 def _gradients(q, k, v, config=None, **options):
@@ -316,13 +370,13 @@ def _gradients(q, k, v, config=None, **options):
     return jax.vjp(call, q, k, v)[1](q)
 
 
-@pytest.mark.parametrize(("gpu", "columns"), [("B200", 512), ("H200", 0)])
+@pytest.mark.parametrize("gpu", ["B200", "H200", "A10"])
 @pytest.mark.parametrize("dropout", [False, True])
-def test_a_call_asks_for_its_gpus_memory(monkeypatch, gpu, columns, dropout):
+def test_a_call_takes_its_gpus_blocks(monkeypatch, gpu, dropout):
     found, choose = [], tuning.choose
 
     def spy(kernel, config, **options):
-        found.append((kernel, options["limit"], options["columns"], options["dropout"]))
+        found.append((kernel, options["gpu"].kind, options["dropout"]))
         return choose(kernel, config, **options)
 
     monkeypatch.setattr(tuning, "choose", spy)
@@ -331,7 +385,7 @@ def test_a_call_asks_for_its_gpus_memory(monkeypatch, gpu, columns, dropout):
     call = functools.partial(_gradients, **more)
     lower_for_gpu(call, x, x, x, device=f"NVIDIA {gpu}")
     kernels = ("forward", "dq", "dkv")
-    assert set(found) == {(x, 227 * KIB, columns, dropout) for x in kernels}
+    assert set(found) == {(x, f"NVIDIA {gpu}", dropout) for x in kernels}
 
 
 def test_the_callers_blocks_that_cannot_fit():
@@ -349,8 +403,9 @@ def test_the_callers_blocks_that_cannot_fit():
 
 @deep
 def test_interpreted_kernels_need_no_memory_of_a_gpu(monkeypatch):
-    """What fits no GPU of 99 KiB compiled: float32 at head size 512."""
-    monkeypatch.setattr(device, "shared_memory_limit", lambda: 99 * KIB)
+    """What no GPU of so little memory could run: float32 at head size 512."""
+    small = dataclasses.replace(CLASSES["A10"], shared_memory=48 * KIB)
+    monkeypatch.setattr(device, "gpu", lambda: small)
     x = jax.random.normal(jax.random.key(0), (1, 16, 1, 512))
 
     def gradients(x, **options):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +13,37 @@ from jax_flash2.tune import blocks as tune_blocks
 from jax_flash2.tune import triton as tune_triton
 from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
+from pallas_kernels.device import Gpu
 from pallas_kernels.triton import tuning
 from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
-H200 = "NVIDIA H200"
-TABLES = sorted(tables.TUNING.glob("triton_nvidia_*.json"))
+H200 = Gpu.named("NVIDIA H200")
+H200S = tables.table("triton", H200.kind)
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_tables_are_whole_and_fit(path):
-    found = json.loads(path.read_text())
-    assert tables.table_path("triton", found["gpu"]) == path
+@pytest.mark.parametrize("family", tables.FAMILIES, ids=lambda x: x.name)
+def test_tables_are_whole_and_fit(family):
+    found = tables.read("triton", None, family)
+    gpu = Gpu.of(found["gpu"], int(family.name[3:]))
+    assert gpu.family is family
     for head in tables.HEADS:
         for kernel in tuning.kernels((head, head)):
             regimes = found["blocks"][kernel][str(head)]
             assert "plain" in regimes
             assert set(regimes) <= set(tables.REGIMES)
-            for regime, blocks in regimes.items():
-                size = tuning.ITEMSIZES.get(regime, 2)
-                need = tuning.shared_memory(kernel, Blocks(*blocks), (head,) * 2, size)
-                assert need <= 227 << 10, (kernel, head, regime)
+            for regime, numbers in regimes.items():
+                sizes = (
+                    kernel,
+                    Blocks(*numbers),
+                    (head,) * 2,
+                    tuning.ITEMSIZES.get(regime, 2),
+                )
+                assert tuning.fits(*sizes, gpu=gpu), (kernel, head, regime)
+                left = (
+                    family.products == "wgmma" or not Blocks(*numbers).left_in_registers
+                )
+                assert left, (kernel, head, regime)
 
 
 BIAS = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
@@ -123,9 +134,9 @@ def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes)
     for head in (64, 128, 256):
         for kernel in tuning.kernels((head, head)):
             options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
-            options |= {"regime": regime, "gpu": H200, "limit": 227 << 10}
+            options |= {"regime": regime, "gpu": H200}
             chosen = tuning.choose(kernel, None, pair_bytes=pair_bytes, **options)
-            tuned = tables.table("triton", H200)[kernel][str(head)]
+            tuned = H200S[kernel][str(head)]
             best = Blocks(*tuned.get(regime, tuned["plain"]))
             assert chosen.num_stages >= min(best.num_stages, 2)
             assert dataclasses.replace(chosen, num_stages=best.num_stages) == best
@@ -135,35 +146,97 @@ def test_blocks_that_do_not_fit_with_pairs_have_fewer_stages(regime, pair_bytes)
 def test_two_programs_with_a_mask_fit_a_multiprocessor(head):
     """With one, a mask of pairs took half as long again (128, T 8192)."""
     options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
-    options |= {"regime": "heavy", "gpu": H200, "pair_bytes": 1, "limit": 227 << 10}
+    options |= {"regime": "heavy", "gpu": H200, "pair_bytes": 1}
     blocks = tuning.choose("forward", None, **options)
     need = tuning.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
     assert 2 * (need + 1024) <= 228 << 10
 
 
-def test_a_gpu_without_a_table_takes_the_h200s_where_it_fits():
-    assert tables.table("triton", "NVIDIA Unheard Of") == tables.table("triton", H200)
-    options = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
-    options |= {"regime": "single", "gpu": "NVIDIA Unheard Of"}
-    tuned = tables.table("triton", H200)["forward"]["128"]
-    here = tuning.choose("forward", None, limit=227 << 10, **options)
-    assert here == Blocks(*tuned["single"])
-    small = tuning.choose("forward", None, limit=99 << 10, **options)
-    heads, itemsize = options["heads"], options["itemsize"]
+OPTIONS = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": 2}
 
-    def need(blocks):
-        return tuning.shared_memory("forward", blocks, heads, itemsize)
 
-    assert need(small) <= 99 << 10 < need(here)
+@pytest.fixture
+def own_table(monkeypatch, tmp_path):
+    """Gives "NVIDIA X" a table of its own."""
+
+    def forget():
+        tables.read.cache_clear()
+        tuning._table.cache_clear()
+
+    def give(content: str) -> None:
+        for path in tables.TUNING.glob("triton_*"):
+            shutil.copy(path, tmp_path)
+        monkeypatch.setattr(tables, "TUNING", tmp_path)
+        tables.table_path("triton", "NVIDIA X").write_text(content)
+        forget()
+
+    yield give
+    monkeypatch.undo()
+    forget()
+
+
+def _table_of(regimes: dict, kernel: str = "dq", head: str = "128") -> str:
+    return json.dumps({"gpu": "NVIDIA X", "blocks": {kernel: {head: regimes}}})
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120, 121])
+def test_a_gpu_without_a_table_takes_its_familys(own_table, capability):
+    gpu = Gpu.of("NVIDIA X", capability)
+    tuned = tables.table("triton", None, gpu.family)["dkv"]["128"]["plain"]
+    assert tuning.choose("dkv", None, gpu=gpu, **OPTIONS) == Blocks(*tuned)
+    own_table(_table_of({"plain": [32, 16, 4, 1]}, kernel="dkv"))
+    assert tuning.choose("dkv", None, gpu=gpu, **OPTIONS) == Blocks(32, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "'gpu' must be 'NVIDIA X', got None"),
+        ('{"gpu": "NVIDIA Y", "blocks": {}}', "'gpu' must be 'NVIDIA X', got 'NV"),
+        ('{"gpu": "NVIDIA X"}', "'blocks' must be a dictionary, got None"),
+        (_table_of({}, kernel="dkw"), "dkw: no such kernel"),
+        (_table_of({}, head="130"), "dq, 130: no such head size"),
+        (
+            _table_of({"fast": [16, 16, 4, 1]}),
+            "dq, 128, fast: no such regime, of plain",
+        ),
+        (
+            _table_of({"plain": [16, 24, 4, 1]}),
+            "dq, 128, plain: .*multiple of 16, got 24",
+        ),
+        (
+            _table_of({"plain": [16, 48, 4, 1]}),
+            "dq, 128, plain: block_kv=48 is no power",
+        ),
+        (_table_of({"plain": [16]}), "dq, 128, plain: .*missing"),
+        (_table_of({"few": [16, 16, 4, 1]}), "dq, 128: no blocks for 'plain'"),
+        (_table_of({"plain": [16, 16, 4, 1]}, kernel="dkv"), "dq, 128: no blocks"),
+    ],
+)
+def test_a_table_that_is_wrong(own_table, content, words):
+    """Named: its file, the GPU and the field."""
+    own_table(content)
+    match = f"triton_nvidia_x.json, of blocks for NVIDIA X: .*{words}"
+    with pytest.raises(ValueError, match=match):
+        tuning.choose("dq", None, gpu=Gpu.of("NVIDIA X", 90), **OPTIONS)
+
+
+def test_blocks_of_a_table_that_do_not_fit(own_table):
+    own_table(_table_of({"plain": [128, 128, 8, 4], "few": [16, 16, 4, 1]}))
+    words = r"triton_nvidia_x.json, of .*NVIDIA X: dq, 128, plain: .* more memory than"
+    with pytest.warns(UserWarning, match=words):
+        found = tuning.choose("dq", None, gpu=Gpu.of("NVIDIA X", 90), **OPTIONS)
+    assert found == Blocks(128, 128, 8, 2)  # with fewer stages
 
 
 @pytest.mark.parametrize("regime", tables.REGIMES)
 def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
-    monkeypatch.setattr(device, "device_kind", lambda: H200)
+    monkeypatch.setattr(device, "gpu", lambda: H200)
     for head in (64, 128, 256):
         for kernel in tune_triton.kernels(regime, head):
             first, *others = tune_triton.candidates(kernel, head, regime)
-            tuned = tables.table("triton", H200)[kernel][str(head)]
+            tuned = H200S[kernel][str(head)]
             if regime in tuned:
                 best = Blocks(*tuned[regime])
                 assert dataclasses.replace(first, num_stages=best.num_stages) == best

@@ -47,7 +47,7 @@ def _unfit(blocks: Blocks, call: Call) -> str | None:
     if blocks.block_kv not in (64, 128):
         return f"block_kv={blocks.block_kv} is not 64 or 128"
     need = plans.columns(blocks, call.head_sizes[1])
-    limit = device.tensor_memory_columns()
+    limit = device.gpu().tensor_memory
     if need > limit:
         return f"{blocks} needs {need} of {limit} columns of tensor memory"
     declared = plans.declare(blocks, call.head_sizes, call.dtype, call.size)
