@@ -11,8 +11,10 @@ from jax_flash2 import _derivatives as _derivatives
 from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
+from jax_flash2._cache import append_to_pages, page_slots, quantize_kv
 from jax_flash2._flax import flax_attention
 from jax_flash2._merge import merge
+from jax_flash2._paged import paged_attention
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
 from jax_flash2._vjp import LSE_NAME, OUTPUT_NAME
@@ -25,11 +27,15 @@ __all__ = [
     "Config",
     "Context",
     "__version__",
+    "append_to_pages",
     "attention",
     "explain",
     "flax_attention",
     "merge",
     "nn",
+    "page_slots",
+    "paged_attention",
+    "quantize_kv",
     "stripe",
     "stripe_positions",
     "unstripe",

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import clear, flash2
+from pallas_kernels.core import clear, flash2, gather
 from pallas_kernels.core.axes import (
     Axes,
     Heads,
@@ -33,6 +33,7 @@ from pallas_kernels.core.axes import (
     summed_to,
 )
 from pallas_kernels.core.dropout import BLOCK
+from pallas_kernels.core.gather import Gathered
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.scores.score import Pulled
@@ -45,6 +46,9 @@ _PAIRS = _ROWS**2
 # Of all heads and batch entries elsewhere, where products of large matrices are fast,
 # for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
 _PAIRS_OF_GPUS = 2**17
+
+# Most keys of a block that is gathered from pages.
+_GATHERED = 1024
 
 # Numbers of blocks are not below 0: JAX need not look.
 _COUNTED = {"allow_negative_indices": False}
@@ -111,6 +115,8 @@ class _Cut:
             if unmasked and _ROWS * size["s"] <= pairs:
                 rows = pairs // size["s"]
             most = {"t": rows, "s": max(rows, pairs // _block(size["t"], rows))}
+        if spec.pages is not None:
+            most["s"] = min(most["s"], _GATHERED)
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
@@ -159,6 +165,8 @@ class _Cut:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
+        if isinstance(x, Gathered):
+            return x
         # XLA makes the fewest copies where heads are split after the change of order in
         # a loop, and before it where one block has all.
         is_loop = self.count("t") * self.count("s") > 1
@@ -181,10 +189,17 @@ class _Cut:
 
     def fields(self, spec: AttentionSpec) -> AttentionSpec:
         """The spec with heads split, and with rows in whole blocks."""
-        return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
-    def at(self, x: Named, starts: Starts) -> Named:
+        def field(x):
+            lies = isinstance(x, Named)
+            return self._extended(self.heads.split(x)) if lies else x
+
+        return jax.tree.map(field, spec)
+
+    def at(self, x: Named | Gathered, starts: Starts) -> Named:
         """The block of it that starts there."""
+        if isinstance(x, Gathered):
+            return x.rows(starts["s"], self.block["s"])
         value = x.value
         for axis, name in enumerate(map(str, x.axes)):
             if name in starts and self.count(name) > 1:
@@ -314,8 +329,9 @@ def forward(_: Plan, call: Call, outputs):
     cut = _Cut.of([q, k, v], spec, blocks, call.precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = clear.dropped_keys(spec, v)
+    fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)
     q, k, v = (cut.rows(x, spec) for x in (q, k, v))
-    fields = cut.fields(spec)
+    fields = cut.fields(fields)
     rows, columns, pair_axes = (cut.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
     result_axes = columns, rows
     state_axes = result_axes if cut.fuses_softmax else (rows, rows, columns)
@@ -327,7 +343,7 @@ def forward(_: Plan, call: Call, outputs):
         qk = cut.product(q_block, k_block, pair_axes)
 
         def product(p):
-            p = cut.named(pairs.drop(p).astype(v.dtype))
+            p = cut.named(pairs.left(p).astype(v.dtype))
             return cut.product(p, v_block, columns)
 
         scores = pairs.scores_of(qk, q.dtype)

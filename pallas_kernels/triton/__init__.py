@@ -147,7 +147,7 @@ def _head_blocks(operands) -> tuple[int, int]:
 
 
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
-    size = sizes(operands)
+    size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _head_blocks(operands)
@@ -200,7 +200,7 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel whose programs loop over blocks of keys ("s") or queries ("t")."""
     launch = _launch(kernel, config, precision, [q, k, v], spec)
-    blocks, size = launch.blocks, sizes([q, k])
+    blocks, size = launch.blocks, sizes([q, k, *jax.tree.leaves(spec.pages)])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table(looped, *rows)
     return _KERNELS[kernel](q, k, v, spec, *rest, launch=launch, **options)

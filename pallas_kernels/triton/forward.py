@@ -70,7 +70,7 @@ def forward(
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
             scores = pairs.scores(q_block, k.load(("s", "h"), here))
             v_block = v.load(("s", "d"), here)
-            product = functools.partial(_product, pairs, v.dtype, v_block)
+            product = functools.partial(_product, pairs, q.dtype, v_block)
             # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
@@ -80,10 +80,10 @@ def forward(
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
         kv_blocks = kv_blocks.with_an_edge(one)
-        if spec.maximum_may_grow:
+        if spec.wants_steps(q.dtype):
             kv_blocks = kv_blocks.all_edges()
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
-        good = flash2.in_range(state, v.dtype)
+        good = flash2.in_range(state, q.dtype)
         good |= where["t"].numbers >= layout.size["t"]
         lost = jnp.max(jnp.where(good, 0, 1)) > 0
         state = lax.cond(
@@ -110,5 +110,5 @@ def forward(
 
 def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:
     """What a block of probabilities adds to the output."""
-    p = pairs.drop(p).astype(dtype)
-    return flash2.times(p, v_block, pairs.precision)
+    p = pairs.left(p).astype(dtype)
+    return flash2.times(p, pairs.widened(v_block, dtype), pairs.precision)

@@ -1,0 +1,452 @@
+"""paged_attention(): queries against keys and values in pages of a pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash2 import _backends, _options, _ragged, _vjp
+from jax_flash2._arguments import Array, Precision, Window
+from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
+from jax_flash2._operation import Problem
+from jax_flash2._shape import Shape
+from pallas_kernels import division
+from pallas_kernels.backend import Call
+from pallas_kernels.configs import Config
+from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.masks import Atom, Lengths, Starts
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.scores import Alibi, Score, SoftCap, Term
+from pallas_kernels.core.spec import AttentionSpec
+
+QUANTISED = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_NO_GRADIENT = (
+    "paged_attention has no derivatives: gather the pages of each sequence and call "
+    "jax_flash2.attention, which has"
+)
+# Axes of a pool by the letters of `kv_layout`, but for "2" and "H".
+AXES = {"P": "p", "S": "r", "K": "k"}
+
+
+def paged_attention(
+    query: Array,
+    key_pages: Array,
+    value_pages: Array | None,
+    page_table: Array,
+    key_value_seq_lengths: Array,
+    *,
+    cu_query_lengths: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_starts: Array | None = None,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    value_head_size: int | None = None,
+    kv_layout: str = "PSKH",
+    precision: Precision | None = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes attention over keys and values that lie in pages of a pool.
+
+    It is `attention` of each sequence over the rows that its line of the page table
+    names, for servers and for sampling: the queries are the newest tokens, whose keys
+    are in the cache by then (`append_to_pages`). The last query of a sequence stands at
+    its last key.
+
+    B is the number of sequences, T of queries of each, N and K of query and key/value
+    heads, H and Hv the head sizes, P the number of pages of the pool, C of those that a
+    sequence may have. A page has any number of rows; from 16 on a power of two is the
+    fastest.
+
+    Args:
+      query: [B, T, N, H], or [tokens, N, H] with `cu_query_lengths`; bfloat16, float16
+        or float32.
+      key_pages: [P, page, K, H], in the dtype of query, or quantised: int8,
+        float8_e4m3fn or float8_e5m2. K must divide N.
+      value_pages: [P, page, K, Hv], likewise. None: values are the first
+        `value_head_size` elements of keys (absorbed multi-head latent attention), or
+        the second half of `key_pages`, if its layout has a "2".
+      page_table: int32 [B, C], the pages of each sequence in order. Sequences may share
+        pages. Entries whose page has no needed row are never followed: of rows beyond
+        a length, before a start, or outside the window of every query. So pages behind
+        a window may be freed. Other entries are clamped to [0, P).
+      key_value_seq_lengths: int32 [B], keys in the cache, the new ones among them;
+        clipped to [0, C * page]. What lies beyond (even NaN) reaches no result.
+      cu_query_lengths: int32 [B + 1], rising from 0, for sequences with their own
+        numbers of queries: those of sequence b are tokens cu[b] to cu[b + 1]. Tokens
+        from the last of these numbers on are padding; their output is 0.
+      query_seq_lengths: int32 [B], how many of the T queries count, from the first on;
+        clipped to [0, T]. Others are padding, and their output is 0.
+      key_value_seq_starts: int32 [B], the first valid key (padding on the left).
+      key_scale, value_scale: what quantised keys and values are multiplied by, in any
+        float dtype: a number or (), [K], [B, K], [P, page, 1] or [P, page, K] (always
+        in this order of axes).
+      is_causal: if True, a query attends only to keys at or before its position.
+      local_window_size, logits_soft_cap, sinks, scale, precision: as in `attention`.
+      alibi_slopes: float [N] or [B, N], as in `attention`.
+      value_head_size: Hv, where values are a part of keys.
+      kv_layout: the axes of pools in memory, by letters: P pages, S rows, K heads, H
+        elements (last), 2 keys and values in one array (`value_pages` is None then).
+        "PSKH", "PKSH" and "KPSH" are in use, and "P2SKH", "PSK2H" of arrays of both.
+      implementation: "triton", "xla", "reference", or None, as in `attention`.
+      config: as in `attention`; `Config.forward` and `Config.splits` count.
+      return_residual: if True, also return the log-sum-exp of the scores.
+
+    Returns:
+      out: in the dtype and shape of query, with head size Hv. A query without keys,
+      such as one before position 0 or of a sequence of length 0, has output 0.
+      If return_residual is True, a tuple (out, lse). lse is the natural logarithm
+      [B, T, N] or [tokens, N] in float32, -inf for a query without keys. `merge` takes
+      both.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong. The message names the argument,
+        what was given and what was expected.
+      TypeError: if JAX asks for a derivative.
+
+    Numerics: products are made in the dtype of query, to which quantised elements are
+    converted in registers. The scale of a key multiplies its scores, that of a value
+    its probabilities, in float32.
+
+    Lengths, tables and scales are data: new values compile nothing. The numbers of
+    sequences, tokens, pages and entries are compiled in: pad tokens to few sizes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash2 import paged_attention
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 16, 2, 64))  # 10 pages
+      >>> q = jax.random.normal(jax.random.key(1), (2, 1, 8, 64))  # a token each
+      >>> table = jnp.array([[7, 3, 1], [2, 0, 0]])
+      >>> paged_attention(q, k, v, table, jnp.array([40, 9])).shape
+      (2, 1, 8, 64)
+
+    References: Kwon et al., "Efficient Memory Management for Large Language Model
+    Serving with PagedAttention" (2023); Dao et al., "Flash-Decoding for long-context
+    inference" (2023).
+    """
+    _options.check_bool("is_causal", is_causal)
+    _options.check_bool("return_residual", return_residual)
+    _options.check_implementation(implementation)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
+    query = _query(query, cu_query_lengths)
+    pools = _Pools.of(query, key_pages, value_pages, kv_layout, value_head_size)
+    table, lengths = _table(page_table, key_value_seq_lengths, pools)
+    batch = table.shape[0]
+    given: dict[str, Any] = {"lengths": lengths, "table": table}
+    for name, x in (
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_starts", key_value_seq_starts),
+    ):
+        if x is not None:
+            given[name] = _lengths(name, x, batch)
+    scales = {
+        "key_scale": pools.scale("key_scale", key_scale, pools.key, batch),
+        "value_scale": pools.scale("value_scale", value_scale, pools.value, batch),
+    }
+    heads = query.shape[-2]
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = _slopes(alibi_slopes, batch, heads)
+    ragged = None
+    if cu_query_lengths is not None:
+        if query_seq_lengths is not None:
+            raise ValueError(
+                "query_seq_lengths must be None beside cu_query_lengths, got both"
+            )
+        if not batch:
+            raise ValueError("page_table must have a line at least, got none")
+        cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
+        group = heads // max(1, pools.heads)
+        ragged = _ragged.Ragged.of(query.shape[0], cu, group)
+        query, given = ragged.queries(query), ragged.of_blocks(given)
+        scales = {n: _by_block(ragged, x) for n, x in scales.items()}
+        slopes = _by_block(ragged, slopes)
+    elif query.shape[0] != batch:
+        raise ValueError(
+            f"page_table must have a line for each of the {query.shape[0]} sequences "
+            f"of query, got shape {table.shape}"
+        )
+    b, t = query.shape[:2]
+    seen = jax.ShapeDtypeStruct(
+        (b, pools.rows(table), pools.heads, query.shape[-1]), query.dtype
+    )
+    shape = Shape(query, seen)
+    soft_cap = _options.check_soft_cap(logits_soft_cap)
+    terms: list[Term] = [] if slopes is None else [Alibi(slopes)]
+    terms += [] if soft_cap is None else [SoftCap(soft_cap)]
+    factor, of_data = shape.scale(scale)
+    score = Score(factor, tuple(terms), of_data, scales["key_scale"])
+    masks, offset = _masks(given, t, shape.s, local_window_size, is_causal)
+    spec = AttentionSpec(
+        score,
+        masks,
+        offset,
+        sink=None if sinks is None else shape.sinks(sinks),
+        value_scale=scales["value_scale"],
+        pages=Pages(Named(given["table"], ("b0", "c")), pools.pages, pools.page),
+    )
+    if not spec.is_positional:
+        spec = dataclasses.replace(spec, offset=None)
+    if config is not None:
+        division.check(config.splits, shape.s)
+    precision = _options.check_precision(precision)
+    named = Named(query, ("b0", "t", "n", "h"))
+    out, lse = run(
+        Call(named, pools.key, pools.value, spec, config, precision), implementation
+    )
+    lse = jnp.swapaxes(lse, -1, -2)
+    if ragged is not None:
+        out, lse = ragged.tokens(out, 0), ragged.tokens(lse, -jnp.inf)
+    return (out, lse) if return_residual else out
+
+
+def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (rows last) of a call with keys in pages."""
+    backend = _backends.choose(implementation, call)
+    problem = Problem.of(call, backend, is_named=implementation is not None)
+    out, lse = _attend(problem, *(x.value for x in call.operands))
+    return out, lse
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(problem: Problem, *arrays):
+    return _vjp.attend(problem, arrays)
+
+
+@_attend.defjvp
+def _no_tangents(problem, primals, tangents):
+    del problem, primals, tangents
+    raise TypeError(_NO_GRADIENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pools:
+    """The pools of a call, and their sizes."""
+
+    key: Named
+    value: Named
+    pages: int
+    page: int
+    heads: int
+
+    @classmethod
+    def of(cls, query, key, value, layout: str, value_head_size) -> _Pools:
+        letters = letters_of(layout)
+        both = "2" in letters
+        if both and value is not None:
+            raise ValueError(
+                f"value_pages must be None with kv_layout={layout!r}, of which "
+                f"key_pages has both, got an array"
+            )
+        if not both and (value is None) != (value_head_size is not None):
+            raise ValueError(
+                "value_head_size must be given if, and only if, value_pages is None, "
+                f"got value_head_size={value_head_size!r}"
+            )
+        if both and value_head_size is not None:
+            raise ValueError(
+                f"value_head_size must be None with kv_layout={layout!r}, got "
+                f"{value_head_size!r}"
+            )
+        key = _pool("key_pages", key, letters, query.dtype)
+        size = dict(zip(letters, key.shape, strict=True))
+        if both and size["2"] != 2:
+            raise ValueError(
+                f"key_pages must have an axis of 2 where kv_layout={layout!r} says, "
+                f"got shape {key.shape}"
+            )
+        if size["H"] != query.shape[-1]:
+            raise ValueError(
+                f"key_pages must have the head size of query, {query.shape[-1]}, got "
+                f"{size['H']} (shape {key.shape})"
+            )
+        heads, n = size["K"], query.shape[-2]
+        if (heads == 0 and n != 0) or (heads != 0 and n % heads):
+            raise ValueError(
+                "key_pages must have a number of heads that divides those of query, "
+                f"{n}, got {heads} (shape {key.shape})"
+            )
+        axes = AXES | {"2": "u0", "H": "h"}
+        names: Axes = tuple(axes[x] for x in letters)
+        own, head = key, "d"
+        if value is not None:
+            own = _pool("value_pages", value, letters, query.dtype)
+            if own.shape[:-1] != key.shape[:-1]:
+                raise ValueError(
+                    "value_pages must have the shape of key_pages except for the head "
+                    f"size, {key.shape}, got {own.shape}"
+                )
+        elif not both:
+            is_int = isinstance(value_head_size, int | np.integer)
+            if not is_int or not 1 <= value_head_size <= size["H"]:
+                raise ValueError(
+                    f"value_head_size must be an int from 1 to {size['H']}, the head "
+                    f"size of keys, got {value_head_size!r}"
+                )
+            head = f"d{value_head_size}"
+        axes = axes | {"2": "u1", "H": head}
+        value_names: Axes = tuple(axes[x] for x in letters)
+        pools = Named(key, names), Named(own, value_names)
+        return cls(*pools, size["P"], size["S"], heads)
+
+    def rows(self, table) -> int:
+        """Those that a sequence can have."""
+        return table.shape[1] * self.page
+
+    def scale(self, name: str, x, pool: Named, batch: int) -> Named | None:
+        """The scale of a quantised pool, with its axes."""
+        is_quantised = pool.dtype in QUANTISED
+        if x is None:
+            return None
+        if not is_quantised:
+            raise ValueError(
+                f"{name} must be None for {name.split('_')[0]}s in {pool.dtype.name}, "
+                "which are not quantised, got a scale"
+            )
+        x = unwrapped(x)
+        if isinstance(x, int | float) and not isinstance(x, bool):
+            x = np.float32(x)
+        x = as_array(name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
+        heads = (self.heads,)
+        shapes: dict[tuple[int, ...], Axes] = {
+            (self.pages, self.page, 1): ("p", "r", None),
+            (self.pages, self.page, *heads): ("p", "r", "k"),
+            (batch, *heads): ("b0", "k"),
+            heads: ("k",),
+            (): (),
+        }
+        if x.shape not in shapes:
+            expected = ", ".join(map(str, reversed(shapes)))
+            raise ValueError(
+                f"{name} must have one of the shapes {expected}, got shape {x.shape}"
+            )
+        return Named(x, shapes[x.shape])
+
+
+def letters_of(layout: Any) -> str:
+    """A `kv_layout`; raises a ValueError if it is none."""
+    known = isinstance(layout, str) and layout[-1:] == "H"
+    if not known or sorted(layout.replace("2", "", 1)) != sorted("PSKH"):
+        raise ValueError(
+            "kv_layout must have each of the letters P, S, K and H once, at most one "
+            f"2, and end with H, got {layout!r}"
+        )
+    return layout
+
+
+def _query(x, cu_query_lengths) -> jax.Array:
+    x = as_array("query", x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"query must have dtype bfloat16, float16 or float32, got {x.dtype.name}"
+        )
+    is_ragged = cu_query_lengths is not None
+    if x.ndim != (3 if is_ragged else 4):
+        wanted = (
+            "[tokens, N, H], with cu_query_lengths," if is_ragged else "[B, T, N, H]"
+        )
+        raise ValueError(f"query must have shape {wanted} got shape {x.shape}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"query must have a head size of at least 1, got {x.shape}")
+    return x
+
+
+def _pool(name: str, x, letters: str, dtype) -> jax.Array:
+    x = as_array(name, x)
+    if x.dtype != dtype and x.dtype not in QUANTISED:
+        raise TypeError(
+            f"{name} must have the dtype of query, {dtype.name}, or int8, "
+            f"float8_e4m3fn or float8_e5m2, got {x.dtype.name}"
+        )
+    if x.ndim != len(letters):
+        axes = ", ".join(letters)
+        raise ValueError(
+            f"{name} must have axes [{axes}] (kv_layout={letters!r}), got shape "
+            f"{x.shape}"
+        )
+    if x.shape[-1] == 0 or x.shape[letters.index("S")] == 0:
+        raise ValueError(
+            f"{name} must have pages of at least one row, and a head size of at least "
+            f"1, got shape {x.shape}"
+        )
+    return x
+
+
+def _table(table, lengths, pools: _Pools) -> tuple[jax.Array, jax.Array]:
+    table = as_integers("page_table", table)
+    if table.ndim != 2:
+        raise ValueError(
+            f"page_table must have shape [B, C], pages of each sequence, got shape "
+            f"{table.shape}"
+        )
+    lengths = _lengths("key_value_seq_lengths", lengths, table.shape[0])
+    if table.dtype != jnp.int32:
+        table = clipped(table, -1, np.iinfo(np.int32).max)
+    return jnp.asarray(table), jnp.clip(lengths, 0, pools.rows(table))
+
+
+def _lengths(name: str, x, count: int) -> jax.Array:
+    x = as_integers(name, x)
+    if x.shape != (count,):
+        raise ValueError(
+            f"{name} must have shape ({count},) because of page_table's lines, got "
+            f"shape {x.shape}"
+        )
+    return clipped(x, -_options.FAR, _options.FAR)
+
+
+def _slopes(x, batch: int, heads: int) -> Named:
+    x = as_array("alibi_slopes", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"alibi_slopes must have a float dtype, got {x.dtype.name}")
+    shapes: dict[tuple[int, ...], Axes] = {
+        (heads,): ("n",),
+        (batch, heads): ("b0", "n"),
+    }
+    if x.shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(
+            f"alibi_slopes must have shape {expected}, got shape {x.shape}"
+        )
+    return Named(x, shapes[x.shape])
+
+
+def _by_block(ragged: _ragged.Ragged, x: Named | None) -> Named | None:
+    """What sequences have one of, for blocks of their queries."""
+    if x is None or "b0" not in x.axes:
+        return x
+    return Named(ragged.of_sequence(x.value), x.axes)
+
+
+def _masks(
+    given: dict[str, Any], t: int, s: int, window, is_causal: bool
+) -> tuple[tuple[Atom, ...], Named]:
+    """The masks, and the positions of the first queries."""
+    lengths, own = given["lengths"], ("b0",)
+    new = given.get("query_seq_lengths")
+    count = t if new is None else jnp.clip(new, 0, t)
+    queries = None if new is None else Named(count, own)
+    masks: list[Atom] = [Lengths(queries, Named(lengths, own))]
+    if "key_value_seq_starts" in given:
+        first = jnp.clip(given["key_value_seq_starts"], 0, s)
+        masks.append(Starts(Named(first, own)))
+    found = _options.check_window(window, is_causal)
+    masks += [] if found is None else [found]
+    offset = given.get("offset", lengths - count)
+    return tuple(masks), Named(offset, own)
