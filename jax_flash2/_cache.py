@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_flash2._arguments import Array
 from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
-from jax_flash2._paged import AXES, QUANTISED, letters_of
+from jax_flash2._pools import AXES, QUANTISED, letters_of
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import indexed
 

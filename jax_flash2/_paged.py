@@ -12,8 +12,9 @@ import numpy as np
 
 from jax_flash2 import _backends, _options, _ragged, _vjp
 from jax_flash2._arguments import Array, Precision, Window
-from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
+from jax_flash2._arrays import as_array, as_integers, clipped
 from jax_flash2._operation import Problem
+from jax_flash2._pools import Pools
 from jax_flash2._shape import Shape
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -24,14 +25,11 @@ from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.scores import Alibi, Score, SoftCap, Term
 from pallas_kernels.core.spec import AttentionSpec
 
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _NO_GRADIENT = (
     "paged_attention has no derivatives: gather the pages of each sequence and call "
     "jax_flash2.attention, which has"
 )
-# Axes of a pool by the letters of `kv_layout`, but for "2" and "H".
-AXES = {"P": "p", "S": "r", "K": "k"}
 
 
 def paged_attention(
@@ -143,7 +141,7 @@ def paged_attention(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
     query = _query(query, cu_query_lengths)
-    pools = _Pools.of(query, key_pages, value_pages, kv_layout, value_head_size)
+    pools = Pools.of(query, key_pages, value_pages, kv_layout, value_head_size)
     table, lengths = _table(page_table, key_value_seq_lengths, pools)
     batch = table.shape[0]
     given: dict[str, Any] = {"lengths": lengths, "table": table}
@@ -233,123 +231,6 @@ def _no_tangents(problem, primals, tangents):
     raise TypeError(_NO_GRADIENT)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pools:
-    """The pools of a call, and their sizes."""
-
-    key: Named
-    value: Named
-    pages: int
-    page: int
-    heads: int
-
-    @classmethod
-    def of(cls, query, key, value, layout: str, value_head_size) -> _Pools:
-        letters = letters_of(layout)
-        both = "2" in letters
-        if both and value is not None:
-            raise ValueError(
-                f"value_pages must be None with kv_layout={layout!r}, of which "
-                f"key_pages has both, got an array"
-            )
-        if not both and (value is None) != (value_head_size is not None):
-            raise ValueError(
-                "value_head_size must be given if, and only if, value_pages is None, "
-                f"got value_head_size={value_head_size!r}"
-            )
-        if both and value_head_size is not None:
-            raise ValueError(
-                f"value_head_size must be None with kv_layout={layout!r}, got "
-                f"{value_head_size!r}"
-            )
-        key = _pool("key_pages", key, letters, query.dtype)
-        size = dict(zip(letters, key.shape, strict=True))
-        if both and size["2"] != 2:
-            raise ValueError(
-                f"key_pages must have an axis of 2 where kv_layout={layout!r} says, "
-                f"got shape {key.shape}"
-            )
-        if size["H"] != query.shape[-1]:
-            raise ValueError(
-                f"key_pages must have the head size of query, {query.shape[-1]}, got "
-                f"{size['H']} (shape {key.shape})"
-            )
-        heads, n = size["K"], query.shape[-2]
-        if (heads == 0 and n != 0) or (heads != 0 and n % heads):
-            raise ValueError(
-                "key_pages must have a number of heads that divides those of query, "
-                f"{n}, got {heads} (shape {key.shape})"
-            )
-        axes = AXES | {"2": "u0", "H": "h"}
-        names: Axes = tuple(axes[x] for x in letters)
-        own, head = key, "d"
-        if value is not None:
-            own = _pool("value_pages", value, letters, query.dtype)
-            if own.shape[:-1] != key.shape[:-1]:
-                raise ValueError(
-                    "value_pages must have the shape of key_pages except for the head "
-                    f"size, {key.shape}, got {own.shape}"
-                )
-        elif not both:
-            is_int = isinstance(value_head_size, int | np.integer)
-            if not is_int or not 1 <= value_head_size <= size["H"]:
-                raise ValueError(
-                    f"value_head_size must be an int from 1 to {size['H']}, the head "
-                    f"size of keys, got {value_head_size!r}"
-                )
-            head = f"d{value_head_size}"
-        axes = axes | {"2": "u1", "H": head}
-        value_names: Axes = tuple(axes[x] for x in letters)
-        pools = Named(key, names), Named(own, value_names)
-        return cls(*pools, size["P"], size["S"], heads)
-
-    def rows(self, table) -> int:
-        """Those that a sequence can have."""
-        return table.shape[1] * self.page
-
-    def scale(self, name: str, x, pool: Named, batch: int) -> Named | None:
-        """The scale of a quantised pool, with its axes."""
-        is_quantised = pool.dtype in QUANTISED
-        if x is None:
-            return None
-        if not is_quantised:
-            raise ValueError(
-                f"{name} must be None for {name.split('_')[0]}s in {pool.dtype.name}, "
-                "which are not quantised, got a scale"
-            )
-        x = unwrapped(x)
-        if isinstance(x, int | float) and not isinstance(x, bool):
-            x = np.float32(x)
-        x = as_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
-        heads = (self.heads,)
-        shapes: dict[tuple[int, ...], Axes] = {
-            (self.pages, self.page, 1): ("p", "r", None),
-            (self.pages, self.page, *heads): ("p", "r", "k"),
-            (batch, *heads): ("b0", "k"),
-            heads: ("k",),
-            (): (),
-        }
-        if x.shape not in shapes:
-            expected = ", ".join(map(str, reversed(shapes)))
-            raise ValueError(
-                f"{name} must have one of the shapes {expected}, got shape {x.shape}"
-            )
-        return Named(x, shapes[x.shape])
-
-
-def letters_of(layout: Any) -> str:
-    """A `kv_layout`; raises a ValueError if it is none."""
-    known = isinstance(layout, str) and layout[-1:] == "H"
-    if not known or sorted(layout.replace("2", "", 1)) != sorted("PSKH"):
-        raise ValueError(
-            "kv_layout must have each of the letters P, S, K and H once, at most one "
-            f"2, and end with H, got {layout!r}"
-        )
-    return layout
-
-
 def _query(x, cu_query_lengths) -> jax.Array:
     x = as_array("query", x)
     if x.dtype not in _DTYPES:
@@ -367,28 +248,7 @@ def _query(x, cu_query_lengths) -> jax.Array:
     return x
 
 
-def _pool(name: str, x, letters: str, dtype) -> jax.Array:
-    x = as_array(name, x)
-    if x.dtype != dtype and x.dtype not in QUANTISED:
-        raise TypeError(
-            f"{name} must have the dtype of query, {dtype.name}, or int8, "
-            f"float8_e4m3fn or float8_e5m2, got {x.dtype.name}"
-        )
-    if x.ndim != len(letters):
-        axes = ", ".join(letters)
-        raise ValueError(
-            f"{name} must have axes [{axes}] (kv_layout={letters!r}), got shape "
-            f"{x.shape}"
-        )
-    if x.shape[-1] == 0 or x.shape[letters.index("S")] == 0:
-        raise ValueError(
-            f"{name} must have pages of at least one row, and a head size of at least "
-            f"1, got shape {x.shape}"
-        )
-    return x
-
-
-def _table(table, lengths, pools: _Pools) -> tuple[jax.Array, jax.Array]:
+def _table(table, lengths, pools: Pools) -> tuple[jax.Array, jax.Array]:
     table = as_integers("page_table", table)
     if table.ndim != 2:
         raise ValueError(

@@ -28,10 +28,11 @@ DEEP_FUNCTIONS = 0
 # Where features are named outside of `pallas_kernels/core` and of what reads arguments:
 # identifiers of the code, in how many files and how often (lab note 093).
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
+ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
-    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
+    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 58),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),
