@@ -13,7 +13,7 @@ from jax_flash2._arguments import Array
 from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
 from jax_flash2._pools import AXES, QUANTISED, letters_of
 from pallas_kernels.core.axes import Axes, Named
-from pallas_kernels.core.gather import indexed
+from pallas_kernels.core.gather import bits, indexed
 
 
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
@@ -258,7 +258,8 @@ class _Pool:
         index = {"p": page, "r": slots - page * size, "u0": 0, "u1": 1}
         places, names = indexed(axes, {a: index[a] for a in axes if a in index}, ("s",))
         rows = Named(rows, ("s", "k", "h")[: rows.ndim]).to(names)
-        return pool.at[places].set(rows, mode="drop")
+        found = bits(pool).at[places].set(bits(rows), mode="drop")
+        return jax.lax.bitcast_convert_type(found, pool.dtype)
 
 
 def _floats(name: str, x) -> jax.Array:

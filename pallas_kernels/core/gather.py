@@ -113,7 +113,18 @@ def _chosen(x: Named) -> Named:
 def _taken(x: Named, index: dict, axes: tuple[str, ...]) -> Named:
     """x at these indices, which broadcast to an array with `axes`."""
     places, found = indexed(x.axes, index, axes)
-    return Named(x.value.at[places].get(mode="promise_in_bounds"), found)
+    value = bits(x.value).at[places].get(mode="promise_in_bounds")
+    return Named(jax.lax.bitcast_convert_type(value, x.dtype), found)
+
+
+def bits(x: jax.Array) -> jax.Array:
+    """Floats of one byte as integers.
+
+    XLA for CPUs widens a whole pool to move some rows of such floats, where it copies
+    one of integers (JAX 0.12.0.1). For GPUs it does neither (benchmarks/lab/103).
+    """
+    is_byte = x.dtype.itemsize == 1
+    return jax.lax.bitcast_convert_type(x, jnp.int8) if is_byte else x
 
 
 def indexed(own: Axes, index: dict, axes: tuple[str, ...]) -> tuple[tuple, Axes]:
