@@ -291,7 +291,7 @@ PROBLEMS = [
         page=8,
         c=7,
     ),
-    Problem("latent", k=1, h=24, d=16, is_latent=True, lengths=(20, 32), c=2, t=2),
+    Problem("latent", k=1, h=80, d=64, is_latent=True, lengths=(20, 32), c=2, t=2),
     Problem(
         "rows_not_causal",
         page=1,

@@ -26,7 +26,7 @@ from jax import lax
 
 from pallas_kernels import program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, first_of
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
@@ -57,6 +57,7 @@ def forward(
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
     layout = memory.BlockGrid.of("forward", operands, launch)
+    values_are_keys = _are_first_pieces(v, layout)
     sink = None
     if layout.parts:  # it joins where parts are put together
         sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
@@ -68,8 +69,12 @@ def forward(
         def visit(masked, j, state):
             here = program.visit_at(spec, where, layout, "s", j, masked)
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
-            scores = pairs.scores(q_block, k.load(("s", "h"), here))
-            v_block = v.load(("s", "d"), here)
+            k_block = k.load(("s", "h"), here)
+            scores = pairs.scores(q_block, k_block)
+            if values_are_keys:
+                v_block = k_block[: len(here["d"])]
+            else:
+                v_block = v.load(("s", "d"), here)
             product = functools.partial(_product, pairs, q.dtype, v_block)
             # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate
@@ -108,7 +113,15 @@ def forward(
     return merged(o, lse, sink, outputs, interpret=launch.interpret)
 
 
+def _are_first_pieces(v: Named, layout: memory.BlockGrid) -> bool:
+    """Whether values are elements of keys that are loaded as pieces of their own."""
+    if not any(map(first_of, v.axes)):
+        return False
+    own = layout.pieces["d"]
+    return layout.size["d"] == sum(own) and layout.pieces["h"][: len(own)] == own
+
+
 def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:
     """What a block of probabilities adds to the output."""
-    p = pairs.left(p).astype(dtype)
-    return flash2.times(p, pairs.widened(v_block, dtype), pairs.precision)
+    p, v_block = pairs.left(p).astype(dtype), pairs.widened(v_block, dtype)
+    return flash2.times(p, v_block, pairs.precision)

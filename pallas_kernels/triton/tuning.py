@@ -205,7 +205,7 @@ def _candidates(
     columns: int = 0,
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
-    size = max(heads)
+    size = min(max(heads), tables.HEADS[-1])  # latent keys are larger
     bucket = tables.bucket(size)
     tuned = tables.table("triton", gpu)[kernel][str(bucket)]
     smaller = tables.table("triton", _SMALLER)[kernel]

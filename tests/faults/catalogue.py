@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.faults import context, flash2, gpus, kernels, lowering, mods, mosaic_gpu
+from tests.faults import (
+    context,
+    flash2,
+    gpus,
+    kernels,
+    lowering,
+    mods,
+    mosaic_gpu,
+    paged,
+)
 from tests.faults.kernels import COUNTS, REGIME, of, rule
 
 LITERAL = "tests/core/test_mask.py -k literal"
@@ -403,4 +412,5 @@ MUTANTS = [
     *gpus.MUTANTS,
     *lowering.MUTANTS,
     *mods.MUTANTS,
+    *paged.MUTANTS,
 ]
