@@ -33,22 +33,17 @@ from pallas_kernels.core.axes import (
     summed_to,
 )
 from pallas_kernels.core.dropout import BLOCK
-from pallas_kernels.core.gather import Gathered
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
-# Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
-# many pairs with more keys.
+# Most query rows of a block on CPUs, and most pairs (benchmarks/lab/033).
 _ROWS = 256
 _PAIRS = _ROWS**2
 # Of all heads and batch entries elsewhere, where products of large matrices are fast,
 # for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
 _PAIRS_OF_GPUS = 2**17
-
-# Most keys of a block that is gathered from pages.
-_GATHERED = 1024
 
 # Numbers of blocks are not below 0: JAX need not look.
 _COUNTED = {"allow_negative_indices": False}
@@ -116,7 +111,7 @@ class _Cut:
                 rows = pairs // size["s"]
             most = {"t": rows, "s": max(rows, pairs // _block(size["t"], rows))}
         if spec.pages is not None:
-            most["s"] = min(most["s"], _GATHERED)
+            most["s"] = min(most["s"], gather.MOST_ROWS)
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
@@ -165,7 +160,7 @@ class _Cut:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
-        if isinstance(x, Gathered):
+        if isinstance(x, gather.Gathered):
             return x
         # XLA makes the fewest copies where heads are split after the change of order in
         # a loop, and before it where one block has all.
@@ -189,16 +184,11 @@ class _Cut:
 
     def fields(self, spec: AttentionSpec) -> AttentionSpec:
         """The spec with heads split, and with rows in whole blocks."""
+        return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
-        def field(x):
-            lies = isinstance(x, Named)
-            return self._extended(self.heads.split(x)) if lies else x
-
-        return jax.tree.map(field, spec)
-
-    def at(self, x: Named | Gathered, starts: Starts) -> Named:
+    def at(self, x: Named | gather.Gathered, starts: Starts) -> Named:
         """The block of it that starts there."""
-        if isinstance(x, Gathered):
+        if isinstance(x, gather.Gathered):
             return x.rows(starts["s"], self.block["s"])
         value = x.value
         for axis, name in enumerate(map(str, x.axes)):
@@ -231,8 +221,7 @@ class _Cut:
 
     def product(self, a: Named, b: Named, axes: Axes) -> jax.Array:
         if _on_cpu():
-            # XLA for CPUs refuses some products of bfloat16 (JAX 0.10.2 to 0.12.0.1:
-            # "Unsupported element type for DotThunk").
+            # Of bfloat16: "Unsupported element type for DotThunk" (JAX 0.12.0.1).
             a, b = (
                 Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
                 for x in (a, b)
@@ -390,16 +379,14 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
     # transposed one. In a loop each block is transposed instead, in a smaller program.
     is_one = cut.count("t") == 1
     q_last, do_last = (cut.rows(x, spec, rows_last=is_one) for x in (q, do))
-    # In the caller's order of axes.
-    delta = cut.rows(_delta(o, lse, do, dlse), spec)
+    delta = cut.rows(_delta(o, lse, do, dlse), spec)  # in the caller's order of axes
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     q, k, v, do, dlse = (cut.rows(x, spec) for x in (q, k, v, do, dlse))
     lse = cut.rows(lse, spec, flash2.PADDING_LSE)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)
     fields = cut.fields(spec)
     sink = None if spec.sink is None else cut.heads.split(spec.sink)
-    # The axes of each gradient.
-    own: dict[str, Names] = {
+    own: dict[str, Names] = {  # the axes of each gradient
         "query": cut.axes("t", "h"),
         "key": cut.key_axes("h", "s"),
         "value": cut.key_axes("d", "s"),

@@ -197,8 +197,7 @@ def paged_attention(
         value_scale=scales["value_scale"],
         pages=Pages(Named(given["table"], ("b0", "c")), pools.pages, pools.page),
     )
-    if not spec.is_positional:
-        spec = dataclasses.replace(spec, offset=None)
+    spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
     if config is not None:
         division.check(config.splits, shape.s)
     precision = _options.check_precision(precision)

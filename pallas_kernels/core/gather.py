@@ -12,16 +12,21 @@ from pallas_kernels.core.axes import Axes, Named, batch_axes, first_of, fixed
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.spec import AttentionSpec
 
+# Of a block that is gathered at once.
+MOST_ROWS = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
     """Rows of all sequences, of which a block is gathered when it is asked for.
 
+    Among `Named` it passes as one without axes until then.
+
     Attributes:
       pool: a `Named` array with axes `p` and `r`.
       pages: of `Named`.
       first, end: int32, of the rows that queries need; others are 0, whatever is there.
-      axes: of first and end.
+      entries: the axes of first and end.
       dtype: of the rows.
     """
 
@@ -29,8 +34,9 @@ class Gathered:
     pages: Pages
     first: Any
     end: Any
-    axes: tuple[str, ...]
+    entries: tuple[str, ...]
     dtype: Any
+    axes = shape = ()
 
     @classmethod
     def of(cls, pool: Named, spec: AttentionSpec, size, dtype) -> Gathered:
@@ -55,6 +61,15 @@ class Gathered:
             dtype = jnp.float32  # scales
         return cls(pool, spec.pages, first, end, axes, dtype)
 
+    def split(self, name: str, inner: str, inner_size: int) -> Gathered:
+        """Keys and values have no query heads (as `Named.split`)."""
+        del name, inner, inner_size
+        return self
+
+    def renamed(self, old: str, new: str | None) -> Gathered:
+        del old, new
+        return self
+
     def rows(self, start, count: int) -> Named:
         """The block of so many rows from `start`, with axis `s` for `p` and `r`."""
         table = self.pages.table.squeezed()
@@ -70,8 +85,8 @@ class Gathered:
             index[name] = jnp.arange(size, dtype=jnp.int32).reshape(shape)
         found = _taken(self.pool, index, (*lead, "s"))
         inside = (numbers >= self.first[..., None]) & (numbers < self.end[..., None])
-        axes = tuple(dict.fromkeys((*self.axes, *found.axes)))
-        inside = Named(inside, (*self.axes, "s")).to(axes)
+        axes = tuple(dict.fromkeys((*self.entries, *found.axes)))
+        inside = Named(inside, (*self.entries, "s")).to(axes)
         value = found.to(axes).astype(self.dtype)
         return Named(jnp.where(inside, value, jnp.zeros((), self.dtype)), axes)
 
