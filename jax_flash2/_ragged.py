@@ -56,8 +56,7 @@ class Ragged:
         ends = jnp.cumsum((count + block - 1) // block, dtype=jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[:-1]
         numbers = jnp.arange(tokens // block + sequences, dtype=jnp.int32)
-        of = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
-        of = jnp.minimum(of, sequences - 1)
+        of = jnp.minimum(_count(ends, numbers), sequences - 1)
         first = (numbers - before[of]) * block
         return cls(tokens, block, cu, before, of, first)
 
@@ -83,11 +82,15 @@ class Ragged:
     def tokens(self, x: jax.Array, padding: float) -> jax.Array:
         """[tokens, ..] of an array of blocks, inverse to `queries`."""
         token = jnp.arange(self.tokens_of, dtype=jnp.int32)
-        b = jnp.searchsorted(self.cu, token, side="right").astype(jnp.int32) - 1
-        b = jnp.clip(b, 0, self.cu.shape[0] - 2)
+        b = jnp.clip(_count(self.cu, token) - 1, 0, self.cu.shape[0] - 2)
         row = token - self.cu[b]
         at = self.before[b] + row // self.block
         inside = (token >= self.cu[0]) & (token < self.cu[-1])
         inside = inside.reshape(-1, *[1] * (x.ndim - 2))
         found = x[jnp.where(row >= 0, at, 0), row % self.block]
         return jnp.where(inside, found, jnp.asarray(padding, x.dtype))
+
+
+def _count(bounds: jax.Array, numbers: jax.Array) -> jax.Array:
+    """How many of the bounds are at most each number; in one kernel, not in a loop."""
+    return jnp.sum(bounds <= numbers[:, None], axis=1, dtype=jnp.int32)
