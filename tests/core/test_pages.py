@@ -1,7 +1,9 @@
 """Where rows lie in pages: any entry is a page that exists, any row in the table."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_flash2._ragged import Ragged
 from pallas_kernels.core.pages import Pages
@@ -19,25 +21,26 @@ def test_places_are_in_the_table():
     assert row.tolist() == [*range(4)] * 3 + [0, 1]
 
 
-def test_tokens_are_in_blocks_of_their_sequence():
-    """Random sequences: each token is once in a block, in its order; there is room."""
-    rng = np.random.default_rng(3)
-    for group in (1, 16, 70):
-        count = rng.integers(0, 9, 5)
-        cu, padding = np.cumsum([0, *count]), int(rng.integers(0, 4))
-        tokens = int(cu[-1]) + padding
-        ragged = Ragged.of(tokens, jnp.asarray(cu, jnp.int32), group)
-        x = jnp.arange(1, tokens + 1, dtype=jnp.float32)
-        blocks = ragged.queries(x)
-        given = {"lengths": jnp.asarray(count + 3, jnp.int32)}
-        found = ragged.of_blocks(given)
-        new, offset = found["query_seq_lengths"], found["offset"]
-        numbers = np.concatenate([np.arange(n) for n in [*count, 0]])
-        rows = np.arange(ragged.block)
-        assert int(new.sum()) == cu[-1]
+def _in_blocks(group: int, cu, x, lengths):
+    """Blocks, how many of their queries count, their first positions; the tokens."""
+    ragged = Ragged.of(x.shape[0], cu, group)
+    blocks, found = ragged.queries(x), ragged.of_blocks({"lengths": lengths})
+    back = ragged.tokens(blocks, -1.0)
+    return blocks, found["query_seq_lengths"], found["offset"], back
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_tokens_are_in_blocks_of_their_sequence(group):
+    """Each token is once in a block, in its order; there is room for all."""
+    rng, made = np.random.default_rng(0), jax.jit(_in_blocks, static_argnums=0)
+    x = jnp.arange(1, 41, dtype=jnp.float32)
+    for count in (rng.integers(0, 9, 5), [40, 0, 0, 0, 0], [0, 0, 1, 38, 1], [0] * 5):
+        cu, count = np.cumsum([0, *count], dtype=np.int32), np.array(count)
+        blocks, new, offset, back = map(np.asarray, made(group, cu, x, count + 3))
+        numbers = np.concatenate([np.arange(n) for n in count])
+        assert new.sum() == cu[-1]
         for block, own, at in zip(blocks, new, offset, strict=True):
-            kept = np.asarray(block)[rows < own].astype(int) - 1
+            kept = block[:own].astype(int) - 1
             np.testing.assert_array_equal(numbers[kept] + 3, at + np.arange(own))
-        back = np.asarray(ragged.tokens(blocks, -1.0))
         np.testing.assert_array_equal(back[: cu[-1]], x[: cu[-1]])
         assert (back[cu[-1] :] == -1).all()
