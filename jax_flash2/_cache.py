@@ -124,7 +124,7 @@ def append_to_pages(
     key_scale: float | Array | None = None,
     value_scale: float | Array | None = None,
     kv_layout: str = "PSKH",
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[Any, ...]:
     """Writes keys and values of new tokens into pages of a pool.
 
     Donate the pools (`donate_argnums` of `jax.jit`, or as what a loop carries): XLA

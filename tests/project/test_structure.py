@@ -28,7 +28,7 @@ DEEP_FUNCTIONS = 0
 # Where features are named outside of `pallas_kernels/core` and of what reads arguments:
 # identifiers of the code, in how many files and how often (lab note 093).
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
-ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache")
+ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 17, 35),
