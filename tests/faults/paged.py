@@ -75,6 +75,15 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "no room for scales of values in float16",
+            "return self.maximum_may_grow or scaled",
+            "return self.maximum_may_grow",
+            PAGED.format("room_in_float16") + " -m ''",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/scores/score.py",
         (
             "keys without their scale",

@@ -9,7 +9,7 @@ from jax_flash2 import merge, paged_attention
 from pallas_kernels import device
 from pallas_kernels.triton import support
 from tests.cases import ON_GPU
-from tests.paged import E4M3, E5M2, INT8, PROBLEMS, by_name
+from tests.paged import E4M3, E5M2, INT8, PROBLEMS, by_name, only
 from tests.tiers import deep
 
 # Interpreted kernels take seconds each: these have every path between them.
@@ -102,3 +102,20 @@ def test_a_shared_prefix_is_merged():
     whole = paged_attention(q, k, v, table, lengths + 32, **options)
     for found, expected in zip(merge(tuple(one), two), whole, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@deep
+def test_scales_of_values_have_room_in_float16():
+    """p * scale beside keys whose scores lie far above those of the first block."""
+    keys = jnp.zeros((3, 16, 1, 16), jnp.int8).at[0, :2].set(1)
+    out = paged_attention(
+        jnp.ones((1, 1, 1, 16), jnp.float16),
+        keys,
+        jnp.ones_like(keys),
+        jnp.arange(3)[None],
+        jnp.array([48]),
+        value_scale=100.0,
+        scale=0.5,
+        **only("triton"),
+    )
+    np.testing.assert_allclose(out, 100.0, rtol=2e-3)
