@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _backends, _options, _ragged, _vjp
+from jax_flash2 import _backends, _options, _vjp
 from jax_flash2._arguments import Array, Precision, Window
 from jax_flash2._arrays import as_array, as_integers, clipped
 from jax_flash2._operation import Problem
 from jax_flash2._pools import Pools
+from jax_flash2._ragged import Ragged
 from jax_flash2._shape import Shape
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -142,64 +143,44 @@ def paged_attention(
         raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
     query = _query(query, cu_query_lengths)
     pools = Pools.of(query, key_pages, value_pages, kv_layout, value_head_size)
-    table, lengths = _table(page_table, key_value_seq_lengths, pools)
-    batch = table.shape[0]
-    given: dict[str, Any] = {"lengths": lengths, "table": table}
-    for name, x in (
-        ("query_seq_lengths", query_seq_lengths),
-        ("key_value_seq_starts", key_value_seq_starts),
-    ):
-        if x is not None:
-            given[name] = _lengths(name, x, batch)
-    scales = {
+    given = _table(page_table, key_value_seq_lengths, pools)
+    batch, heads = given["table"].shape[0], query.shape[-2]
+    optional = {
+        "query_seq_lengths": _lengths("query_seq_lengths", query_seq_lengths, batch),
+        "key_value_seq_starts": _lengths(
+            "key_value_seq_starts", key_value_seq_starts, batch
+        ),
+        "alibi_slopes": _slopes(alibi_slopes, batch, heads),
         "key_scale": pools.scale("key_scale", key_scale, pools.key, batch),
         "value_scale": pools.scale("value_scale", value_scale, pools.value, batch),
     }
-    heads = query.shape[-2]
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = _slopes(alibi_slopes, batch, heads)
+    given |= {name: x for name, x in optional.items() if x is not None}
     ragged = None
     if cu_query_lengths is not None:
-        if query_seq_lengths is not None:
-            raise ValueError(
-                "query_seq_lengths must be None beside cu_query_lengths, got both"
-            )
-        if not batch:
-            raise ValueError("page_table must have a line at least, got none")
-        cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
-        group = heads // max(1, pools.heads)
-        ragged = _ragged.Ragged.of(query.shape[0], cu, group)
-        query, given = ragged.queries(query), ragged.of_blocks(given)
-        scales = {n: _by_block(ragged, x) for n, x in scales.items()}
-        slopes = _by_block(ragged, slopes)
+        ragged = _cut(query, cu_query_lengths, given, heads // max(1, pools.heads))
+        query, given = ragged.queries(query), _by_block(ragged, given)
     elif query.shape[0] != batch:
         raise ValueError(
             f"page_table must have a line for each of the {query.shape[0]} sequences "
-            f"of query, got shape {table.shape}"
+            f"of query, got shape {given['table'].shape}"
         )
-    b, t = query.shape[:2]
+    rows = given["table"].shape[1] * pools.page
     seen = jax.ShapeDtypeStruct(
-        (b, pools.rows(table), pools.heads, query.shape[-1]), query.dtype
+        (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
     )
     shape = Shape(query, seen)
-    soft_cap = _options.check_soft_cap(logits_soft_cap)
-    terms: list[Term] = [] if slopes is None else [Alibi(slopes)]
-    terms += [] if soft_cap is None else [SoftCap(soft_cap)]
-    factor, of_data = shape.scale(scale)
-    score = Score(factor, tuple(terms), of_data, scales["key_scale"])
-    masks, offset = _masks(given, t, shape.s, local_window_size, is_causal)
+    masks, offset = _masks(given, shape, local_window_size, is_causal)
     spec = AttentionSpec(
-        score,
+        _score(given, shape, scale, logits_soft_cap),
         masks,
         offset,
         sink=None if sinks is None else shape.sinks(sinks),
-        value_scale=scales["value_scale"],
-        pages=Pages(Named(given["table"], ("b0", "c")), pools.pages, pools.page),
+        value_scale=given.get("value_scale"),
+        pages=Pages(given["table"], pools.pages, pools.page),
     )
     spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
     if config is not None:
-        division.check(config.splits, shape.s)
+        division.check(config.splits, rows)
     precision = _options.check_precision(precision)
     named = Named(query, ("b0", "t", "n", "h"))
     out, lse = run(
@@ -247,30 +228,40 @@ def _query(x, cu_query_lengths) -> jax.Array:
     return x
 
 
-def _table(table, lengths, pools: Pools) -> tuple[jax.Array, jax.Array]:
+def _table(table, lengths, pools: Pools) -> dict[str, Named]:
     table = as_integers("page_table", table)
     if table.ndim != 2:
         raise ValueError(
             f"page_table must have shape [B, C], pages of each sequence, got shape "
             f"{table.shape}"
         )
-    lengths = _lengths("key_value_seq_lengths", lengths, table.shape[0])
+    of_keys = _lengths("key_value_seq_lengths", lengths, table.shape[0])
+    if of_keys is None:
+        raise TypeError("key_value_seq_lengths must be an array, got NoneType")
     if table.dtype != jnp.int32:
         table = clipped(table, -1, np.iinfo(np.int32).max)
-    return jnp.asarray(table), jnp.clip(lengths, 0, pools.rows(table))
+    inside = jnp.clip(of_keys.value, 0, table.shape[1] * pools.page)
+    return {
+        "table": Named(jnp.asarray(table), ("b0", "c")),
+        "lengths": Named(inside, of_keys.axes),
+    }
 
 
-def _lengths(name: str, x, count: int) -> jax.Array:
+def _lengths(name: str, x, count: int) -> Named | None:
+    if x is None:
+        return None
     x = as_integers(name, x)
     if x.shape != (count,):
         raise ValueError(
             f"{name} must have shape ({count},) because of page_table's lines, got "
             f"shape {x.shape}"
         )
-    return clipped(x, -_options.FAR, _options.FAR)
+    return Named(clipped(x, -_options.FAR, _options.FAR), ("b0",))
 
 
-def _slopes(x, batch: int, heads: int) -> Named:
+def _slopes(x, batch: int, heads: int) -> Named | None:
+    if x is None:
+        return None
     x = as_array("alibi_slopes", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"alibi_slopes must have a float dtype, got {x.dtype.name}")
@@ -286,26 +277,56 @@ def _slopes(x, batch: int, heads: int) -> Named:
     return Named(x, shapes[x.shape])
 
 
-def _by_block(ragged: _ragged.Ragged, x: Named | None) -> Named | None:
+def _cut(query, cu_query_lengths, given: dict[str, Named], group: int) -> Ragged:
+    """How the tokens of sequences lie in blocks."""
+    if "query_seq_lengths" in given:
+        raise ValueError(
+            "query_seq_lengths must be None beside cu_query_lengths, got both"
+        )
+    batch = given["table"].shape[0]
+    if not batch:
+        raise ValueError(
+            "page_table must have a line at least beside cu_query_lengths, got shape "
+            f"{given['table'].shape}"
+        )
+    cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
+    assert cu is not None
+    return Ragged.of(query.shape[0], cu.value, group)
+
+
+def _by_block(ragged: Ragged, given: dict[str, Named]) -> dict[str, Named]:
     """What sequences have one of, for blocks of their queries."""
-    if x is None or "b0" not in x.axes:
-        return x
-    return Named(ragged.of_sequence(x.value), x.axes)
+    own = {name: x for name, x in given.items() if "b0" in x.axes}
+    found = ragged.of_blocks({name: x.value for name, x in own.items()})
+    axes = {name: own[name].axes if name in own else ("b0",) for name in found}
+    return given | {name: Named(x, axes[name]) for name, x in found.items()}
+
+
+def _score(given: dict[str, Named], shape: Shape, scale, logits_soft_cap) -> Score:
+    factor, of_data = shape.scale(scale)
+    soft_cap = _options.check_soft_cap(logits_soft_cap)
+    slopes, terms = given.get("alibi_slopes"), list[Term]()
+    if slopes is not None:
+        terms.append(Alibi(slopes))
+    if soft_cap is not None:
+        terms.append(SoftCap(soft_cap))
+    return Score(factor, tuple(terms), of_data, given.get("key_scale"))
 
 
 def _masks(
-    given: dict[str, Any], t: int, s: int, window, is_causal: bool
+    given: dict[str, Named], shape: Shape, window, is_causal: bool
 ) -> tuple[tuple[Atom, ...], Named]:
     """The masks, and the positions of the first queries."""
-    lengths, own = given["lengths"], ("b0",)
-    new = given.get("query_seq_lengths")
-    count = t if new is None else jnp.clip(new, 0, t)
-    queries = None if new is None else Named(count, own)
-    masks: list[Atom] = [Lengths(queries, Named(lengths, own))]
+    lengths, own, queries = given["lengths"], ("b0",), None
+    count: Any = shape.t
+    if "query_seq_lengths" in given:
+        count = jnp.clip(given["query_seq_lengths"].value, 0, shape.t)
+        queries = Named(count, own)
+    masks: list[Atom] = [Lengths(queries, lengths)]
     if "key_value_seq_starts" in given:
-        first = jnp.clip(given["key_value_seq_starts"], 0, s)
+        first = jnp.clip(given["key_value_seq_starts"].value, 0, shape.s)
         masks.append(Starts(Named(first, own)))
     found = _options.check_window(window, is_causal)
     masks += [] if found is None else [found]
-    offset = given.get("offset", lengths - count)
-    return tuple(masks), Named(offset, own)
+    last = Named(lengths.value - count, own)
+    return tuple(masks), given.get("offset", last)

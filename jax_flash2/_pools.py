@@ -87,10 +87,6 @@ class Pools:
         pools = Named(key, names), Named(own, value_names)
         return cls(*pools, size["P"], size["S"], heads)
 
-    def rows(self, table) -> int:
-        """Those that a sequence can have."""
-        return table.shape[1] * self.page
-
     def scale(self, name: str, x, pool: Named, batch: int) -> Named | None:
         """The scale of a quantised pool, with its axes."""
         is_quantised = pool.dtype in QUANTISED
