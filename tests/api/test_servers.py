@@ -7,8 +7,10 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as of_jax
 
 from jax_flash2 import servers
+from tests.cases import ON_GPU
 from tests.tiers import deeply
 
+ATOL = 2e-2 if ON_GPU else 4e-6  # TF32
 PAGES, PAGE, K, N, H = 12, 8, 3, 6, 128
 LENGTHS, COUNTS = [20, 9, 1, 0], [3, 9, 1, 0]  # the last is no sequence
 TOKENS = 16
@@ -41,7 +43,7 @@ def test_version_2_is_the_reference_of_jax(options):
     given = q, cache, lengths, table, cu, jnp.array([3])
     found = servers.ragged_paged_attention_v2(*given, **options)
     np.testing.assert_allclose(
-        found[:13], of_jax.ref_ragged_paged_attention(*given, **options), atol=4e-6
+        found[:13], of_jax.ref_ragged_paged_attention(*given, **options), atol=ATOL
     )
     assert not found[13:].any()
 
