@@ -14,10 +14,12 @@ from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
 from jax_flash2._api import attention, explain
 from jax_flash2._block_mask import BlockMask
+from jax_flash2._cache import append_to_pages, page_slots, quantize_kv
 from jax_flash2._flashify import flashify
 from jax_flash2._flax import flax_attention
 from jax_flash2._make_block_mask import make_block_mask
 from jax_flash2._merge import merge
+from jax_flash2._paged import paged_attention
 from jax_flash2._plot import plot_mask
 from jax_flash2._rows import Context, stripe, stripe_positions, unstripe
 from jax_flash2._version import __version__
@@ -32,6 +34,7 @@ __all__ = [
     "Config",
     "Context",
     "__version__",
+    "append_to_pages",
     "attention",
     "explain",
     "flashify",
@@ -39,7 +42,10 @@ __all__ = [
     "make_block_mask",
     "merge",
     "nn",
+    "page_slots",
+    "paged_attention",
     "plot_mask",
+    "quantize_kv",
     "stripe",
     "stripe_positions",
     "unstripe",

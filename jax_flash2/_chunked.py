@@ -23,7 +23,7 @@ from jax_flash2._loops import COUNTED, PairLoop, Starts
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import clear, flash2
+from pallas_kernels.core import clear, flash2, gather
 from pallas_kernels.core.axes import (
     Axes,
     Heads,
@@ -39,8 +39,7 @@ from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
-# Most query rows and pairs of a block on CPUs (benchmarks/lab/033). Few queries have as
-# many pairs with more keys.
+# Most query rows of a block on CPUs, and most pairs (benchmarks/lab/033).
 _ROWS = 256
 _PAIRS = _ROWS**2
 # Of all heads and batch entries elsewhere, where products of large matrices are fast,
@@ -108,6 +107,8 @@ class _Cut:
             if unmasked and _ROWS * size["s"] <= pairs:
                 rows = pairs // size["s"]
             most = {"t": rows, "s": max(rows, pairs // _block(size["t"], rows))}
+        if spec.pages is not None:
+            most["s"] = min(most["s"], gather.MOST_ROWS)
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
@@ -156,6 +157,8 @@ class _Cut:
 
         Rows beyond the lengths become `padding`: no NaN there may meet a product.
         """
+        if isinstance(x, gather.Gathered):
+            return x
         # XLA makes the fewest copies where heads are split after the change of order in
         # a loop, and before it where one block has all.
         is_loop = self.count("t") * self.count("s") > 1
@@ -181,8 +184,10 @@ class _Cut:
         spec = spec.without_lists()
         return jax.tree.map(lambda x: self._extended(self.heads.split(x)), spec)
 
-    def at(self, x: Named, starts: Starts) -> Named:
+    def at(self, x: Named | gather.Gathered, starts: Starts) -> Named:
         """The block of it that starts there."""
+        if isinstance(x, gather.Gathered):
+            return x.rows(starts["s"], self.block["s"])
         value = x.value
         for axis, name in enumerate(map(str, x.axes)):
             if name in starts and self.count(name) > 1:
@@ -214,8 +219,7 @@ class _Cut:
 
     def product(self, a: Named, b: Named, axes: Axes) -> jax.Array:
         if _on_cpu():
-            # XLA for CPUs refuses some products of bfloat16 (JAX 0.10.2 to 0.12.0.1:
-            # "Unsupported element type for DotThunk").
+            # Of bfloat16: "Unsupported element type for DotThunk" (JAX 0.12.0.1).
             a, b = (
                 Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
                 for x in (a, b)
@@ -266,8 +270,9 @@ def forward(_: Plan, call: Call, outputs):
     cut = _Cut.of([q, k, v], spec, blocks, call.precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = clear.dropped_keys(spec, v)
+    fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)
     q, k, v = (cut.rows(x, spec) for x in (q, k, v))
-    fields = cut.fields(spec)
+    fields = cut.fields(fields)
     rows, columns, pair_axes = (cut.axes(*x) for x in ("t", ("t", "d"), ("t", "s")))
     result_axes = (columns, rows, rows)[: len(outputs)]
     state_axes = result_axes if cut.fuses_softmax else (rows, rows, columns)
@@ -279,7 +284,7 @@ def forward(_: Plan, call: Call, outputs):
         qk = cut.product(q_block, k_block, pair_axes)
 
         def product(p):
-            p = cut.named(pairs.drop(p).astype(v.dtype))
+            p = cut.named(pairs.left(p).astype(v.dtype))
             return cut.product(p, v_block, columns)
 
         scores = pairs.scores_of(qk, q.dtype)
@@ -328,16 +333,14 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
     # transposed one. In a loop each block is transposed instead, in a smaller program.
     is_one = cut.count("t") == 1
     q_last, do_last = (cut.rows(x, spec, rows_last=is_one) for x in (q, do))
-    # In the caller's order of axes.
-    delta = cut.rows(_delta(o, lse, do, dlse), spec)
+    delta = cut.rows(_delta(o, lse, do, dlse), spec)  # in the caller's order of axes
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     q, k, v, do, dlse = (cut.rows(x, spec) for x in (q, k, v, do, dlse))
     lse = cut.rows(lse, spec, flash2.PADDING_LSE)
     lse_log2 = Named(flash2.lse_log2(lse.to(rows)), rows)
     fields = cut.fields(spec)
     sink = None if spec.sink is None else cut.heads.split(spec.sink)
-    # The axes of each gradient.
-    own: dict[str, Names] = {
+    own: dict[str, Names] = {  # the axes of each gradient
         "query": cut.axes("t", "h"),
         "key": cut.key_axes("h", "s"),
         "value": cut.key_axes("d", "s"),

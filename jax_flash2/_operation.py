@@ -56,7 +56,7 @@ class Problem:
         known = set(problem.places.values())
         others = (x for i, x in enumerate(leaves) if i not in known)
         unknown = [x for x in others if is_differentiable(x)]
-        if unknown:
+        if unknown and call.spec.pages is None:  # no gradients of those
             raise ValueError(
                 "a floating-point operand must be query, key, value, sink or an operand"
                 f" of a term of the score, got another with axes {unknown[0].axes}"
@@ -112,12 +112,12 @@ def forward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
     o lies in memory as q does, with the names that q lacks in front; lse has its rows
     last, for kernels read it in blocks of rows. The largest scores are like lse.
     """
-    q, _, v, *_ = operands
+    q, *_ = operands
     size = sizes(operands)
     axes = _with_missing(operands, tuple("d" if a == "h" else a for a in q.axes))
     lse_axes = (*(a for a in axes if a not in ("t", "d")), "t")
     lse_dtype = _statistics_dtype(q.dtype)
-    dtype = problem.result_dtype(v.dtype)
+    dtype = problem.result_dtype(q.dtype)
     lse = _struct(lse_axes, size, lse_dtype)
     return _struct(axes, size, dtype), lse, *[lse] * problem.gives_largest
 

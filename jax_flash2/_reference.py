@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_flash2 import _sharding
 from jax_flash2._operation import Problem, forward_outputs
-from pallas_kernels.core import clear
+from pallas_kernels.core import clear, gather
 from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
 
@@ -47,6 +47,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     rows, columns, pair_axes = (*lead, "t"), (*lead, "t", "d"), (*lead, "t", "s")
     q, k, v = (heads.split(x).squeezed() for x in (q, k, v))
     sink = None if spec.sink is None else heads.split(spec.sink).to(rows)
+    spec, (k, v) = gather.whole(spec, (k, v), size, q.dtype)
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
     ends = {"t": (0, size["t"]), "s": (0, size["s"])}
@@ -90,7 +91,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
         total = total + jnp.exp(sink.astype(m.dtype) - m)
     total = jnp.where(any_kept, total, 1.0)
     log_sum_exp = jnp.where(any_kept, m + jnp.log(total), -jnp.inf)
-    p = pairs.drop(p / total[..., None]) * spec.dropout_scale
+    p = pairs.left(p / total[..., None]) * spec.dropout_scale
     out = contract(Named(p.astype(v.dtype), pair_axes), v, columns, precision)
     # So that cotangents of rows without keys, padding among them, end here.
     out = jnp.where(any_kept[..., None], out, 0.0)

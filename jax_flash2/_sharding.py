@@ -137,6 +137,8 @@ class Division:
 # Explicit meshes.
 
 _ARGUMENTS = ("query", "key", "value")
+# What whole axes are, by the first letters of their names.
+_KINDS = {"x": "a captured array", "p": "pages", "r": "pages", "c": "pages"}
 
 
 def explicit_division(
@@ -170,8 +172,7 @@ def explicit_division(
                 if i > 2:
                     continue  # as query, key and value are
             elif is_row or name in ("h", "d") or is_whole(name):
-                of_head = "a captured array" if is_whole(name) else "head size"
-                kind = "rows" if is_row else of_head
+                kind = "rows" if is_row else _KINDS.get(name[0], "head size")
                 raise ValueError(
                     f"{argument} is sharded along its {kind} by mesh axes {axes}, but "
                     "every device needs the whole axis: use jax.reshard"

@@ -104,8 +104,10 @@ class Call:
 
     @property
     def most_elements(self) -> int:
-        """Of the largest array whose size is a number."""
-        return max((n for n in self._elements if isinstance(n, int)), default=0)
+        """Of the largest array whose size is a number; pools of pages may be larger."""
+        arrays = (x for x in self.operands if "p" not in x.axes)
+        sizes = (math.prod(x.shape) for x in arrays)
+        return max((n for n in sizes if isinstance(n, int)), default=0)
 
     def lacking(self, operations: frozenset[str]) -> str | None:
         """Why kernels with these operations alone do not make a call, or None."""

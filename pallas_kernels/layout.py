@@ -24,6 +24,7 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, is_whole, sizes
 from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.ranges import divide
 from pallas_kernels.tables import FEW_ROWS, pieces
 
@@ -71,6 +72,11 @@ class Rows:
         below = self.numbers < self.limit
         return below if self.kept is None else below & self.kept
 
+    @property
+    def places(self) -> jax.Array | None:
+        """The number of each element, if they do not lie side by side; or None."""
+        return None
+
     @classmethod
     def whole(cls, size: int) -> tuple[Rows, ...]:
         """A whole (head) axis in its pieces, the last one padded."""
@@ -80,6 +86,17 @@ class Rows:
             found.append(cls(start, piece, limit))
             start += piece
         return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scattered(Rows):
+    """Rows of which each lies elsewhere: at `numbers_of` of the axis, if it exists."""
+
+    numbers_of: Any = None
+
+    @property
+    def places(self) -> jax.Array:
+        return self.numbers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +115,8 @@ class View(abc.ABC):
         """The block at `index`.
 
         Args:
-          index: for each axis of the Ref a number or `Rows`, one `Rows` at least.
+          index: for each axis of the Ref a number or `Rows`, one `Rows` at least. An
+            array of numbers, beside `Scattered` rows, has one for each of these.
           mask: which elements exist, in the shape of the block; None for all.
           other: what the others are read as.
         """
@@ -143,6 +161,8 @@ class View(abc.ABC):
         places = self._pieces(where)
         if places is not None:
             return tuple(self.load(order, place, padding) for place in places)
+        if "r" in self.axes:
+            order = tuple("r" if name == "s" else name for name in order)
         index, kept, mask = self._index(where)
         if any(name not in order for name in kept):
             raise ValueError(f"{self.axes=} do not fit {order=}")
@@ -198,6 +218,29 @@ def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
         return leaf.load(order, where)
 
     return jax.tree.map(load, tree)
+
+
+def in_pages(pages: Pages, rows: Rows) -> dict[str, Any]:
+    """Where a block of rows lies in a pool: its page, and its rows of that.
+
+    If it lies in several pages, those are arrays, with a number for each row.
+
+    Args:
+      pages: of a `View`.
+      rows: of the axis `s`; those that do not exist may be said to be in any page.
+    """
+    table, (*_, places) = pages.table, pages.table.ref.shape
+    fixed = {"u0": np.int32(0), "u1": np.int32(1)}
+    if pages.size % rows.size == 0:
+        place, first = pages.place(rows.start, places)
+        limit = None if rows.limit is None else rows.limit - (rows.start - first)
+        page = pages.page(table.load((), {"c": place}))
+        return {**fixed, "p": page, "r": Rows(first, rows.size, limit, rows.kept)}
+    place, row = pages.place(rows.numbers, places)
+    entries = Scattered(rows.start, rows.size, numbers_of=place)
+    page = pages.page(table.load(("c",), {"c": entries}))
+    found = Scattered(rows.start, rows.size, rows.limit, rows.kept, numbers_of=row)
+    return {**fixed, "p": page, "r": found}
 
 
 def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeStruct:

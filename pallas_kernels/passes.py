@@ -119,6 +119,8 @@ def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
     every block would wait for it, at half the speed, so that here zeros are written
     first (NVIDIA H200, 2026-11-23: benchmarks/lab/063-masked-keys.md).
     """
+    if spec.pages is not None:
+        return spec, *rows  # only what is needed is read
     if spec.drops_pairs and sizes([q])["t"] > FEW_ROWS:
         return spec, *(clear.dropped_keys(spec, x) for x in rows)
     return spec.with_keys(sizes(rows)["s"]), *rows

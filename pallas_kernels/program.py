@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Layout, Rows, load_tree
+from pallas_kernels.layout import Launch, Layout, Rows, in_pages, load_tree
 
 Where = dict[str, Any]
 
@@ -31,6 +31,9 @@ def query_program(
     """
     spec, where, start = query_start(spec, layout)
     spec, where = query_rows(spec, where, layout, start)
+    if spec.pages is not None:
+        end, size = _end(layout, "t", start), layout.size["s"]
+        where["needed"] = spec.keys_needed(start, end, size)
     return spec, where, key_blocks(spec, where, layout, start)
 
 
@@ -154,15 +157,25 @@ def visit_at(
     size = layout.size[name]
     start = block * layout.rows[name]
     if not masked:
-        return {**where, name: Rows(start, layout.rows[name])}
-    if name == "s":
-        return {**where, name: _keys_at(spec, where, layout, start)}
-    return {**where, name: layout.rows_at(name, start, spec.q_limit(size))}
+        rows = Rows(start, layout.rows[name])
+    elif name == "s":
+        rows = _keys_at(spec, where, layout, start)
+    else:
+        rows = layout.rows_at(name, start, spec.q_limit(size))
+    found = {**where, name: rows}
+    if name == "s" and spec.pages is not None:
+        found |= in_pages(spec.pages, rows)
+    return found
 
 
 def _keys_at(spec: AttentionSpec, where: Where, layout: Layout, start) -> Rows:
     """The block of keys that starts at `start`, with which of them some query keeps."""
     rows = layout.rows_at("s", start, spec.kv_limit(layout.size["s"]))
+    if "needed" in where:  # other rows may be in pages of other sequences, or in none
+        first, *_, end = where["needed"]
+        rows = Rows(start, rows.size, end)
+        kept = None if isinstance(first, int) else rows.numbers >= first
+        return dataclasses.replace(rows, kept=kept)
     if spec.keys is None:
         return rows
     return dataclasses.replace(rows, kept=spec.keys.load(("s",), {**where, "s": rows}))

@@ -148,7 +148,7 @@ def regime(operands, spec: AttentionSpec) -> str:
       operands: query, key and value, `Named`.
       spec: of `Named`.
     """
-    size = sizes(operands)
+    size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     if size["t"] <= FEW_ROWS and 16 * size["t"] <= size["s"]:
         return "decode"
     if pair_bytes(spec) > 1:

@@ -37,6 +37,11 @@ def where_below(x: jax.Array, bits: jax.Array, limit: int) -> jax.Array:
     return jnp.where(bits < jnp.uint32(limit), x, 0.0)
 
 
+def widened(x: jax.Array, dtype) -> jax.Array:
+    """A block of keys or values in the dtype of products."""
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
 def along(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     """A vector along one axis of a block, so that it broadcasts against the block.
 
@@ -66,6 +71,7 @@ class Arithmetic:
       exp2: of a scaled and shifted block.
       masked: a choice of scores by masks (`AttentionSpec.keep`).
       where_below: a choice of elements by random bits.
+      widened: elements of one byte in the dtype of products.
       tanh: the hyperbolic tangent, as accurate as the scores it is taken of.
       wide_product: upper and lower half of a product of uint32.
       along: a vector against a block.
@@ -79,6 +85,7 @@ class Arithmetic:
     exp2: Callable = exp2
     masked: Callable = masked
     where_below: Callable = where_below
+    widened: Callable = widened
     tanh: Callable = jnp.tanh
     wide_product: Callable = wide_product
     along: Callable = along

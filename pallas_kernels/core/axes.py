@@ -15,6 +15,10 @@ The names of a single attention problem are
 | `z` | parts of the blocks that it visits |
 | `w` | sums that a gradient is the sum of (`mosaic_gpu.hopper.backward`) |
 | `x...` | a table that programs read at computed places (`whole_axis`) |
+| `p`, `r` | pages, and rows of a page, where keys are in pages (`core.pages`) |
+| `c` | places of a page table: `s` is `c` times `r` |
+| `u0`, `u1` | keys and values in one array, of which only that element is meant |
+| `d...` | head size of key, of which the first so many elements are the value's `d` |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
 `None` names an axis of size 1 that is broadcast; a name that an operand lacks is
@@ -37,6 +41,7 @@ from jax.extend.core.primitives import dot_general_p
 Axes = tuple[str | None, ...]
 
 _NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
+_OF_PAGES = ("p", "r", "c", "u0", "u1")
 
 # The key rows of all devices, in their order, where `s` are those of one.
 ALL_KEYS = "all keys"
@@ -137,11 +142,15 @@ def sizes(operands: Sequence[Any]) -> dict[str, int]:
     result: dict[str, int] = {}
     for operand in operands:
         for name, size in zip(operand.axes, operand.shape, strict=True):
+            if first := first_of(name):
+                name, size = first
             if name is None:
                 if size != 1:
                     raise ValueError(f"broadcast axis of size {size} != 1: {operand}")
             elif result.setdefault(name, size) != size:
                 raise ValueError(f"axis {name!r}: sizes {result[name]} and {size}")
+    if "c" in result and "r" in result:
+        result["s"] = result["c"] * result["r"]
     return result
 
 
@@ -162,7 +171,21 @@ def whole_axis(size: int) -> str:
 
 def is_whole(name: str | None) -> bool:
     """Whether each device, and each block, needs all elements of an axis."""
-    return name is not None and name.startswith("x")
+    if name is None:
+        return False
+    return name.startswith("x") or name in _OF_PAGES or first_of(name) is not None
+
+
+def first_of(name: str | None) -> tuple[str, int] | None:
+    """Of an axis of which the first elements are meant: as which axis, and how many."""
+    if name is None or name[0] != "d" or not name[1:].isdigit():
+        return None
+    return "d", int(name[1:])
+
+
+def fixed(name: str | None) -> int | None:
+    """The element that is meant of an axis, where it is one of them."""
+    return int(name[1:]) if name in ("u0", "u1") else None
 
 
 def is_mapped(name: str | None) -> bool:

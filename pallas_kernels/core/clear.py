@@ -31,6 +31,8 @@ def unread(spec: AttentionSpec, x: Named) -> Named:
 
 def dropped_keys(spec: AttentionSpec, x: Named) -> Named:
     """Rows of keys or values, with 0 in those of keys that a mask drops for all."""
+    if "p" in x.axes:
+        return x  # of pages only what is needed is read
     keys = spec.attended_keys(x.shape[x.axes.index("s")])
     return x if keys is None else _only(x, keys)
 

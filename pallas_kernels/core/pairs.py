@@ -108,7 +108,12 @@ class Pairs:
         return functools.reduce(operator.add, found)
 
     def scores(self, q: Block, k: Block) -> Scores:
-        return self.scores_of(self.product(q, k), jax.tree.leaves(q)[0].dtype)
+        dtype = jax.tree.leaves(q)[0].dtype
+        return self.scores_of(self.product(q, self.widened(k, dtype)), dtype)
+
+    def widened(self, x: Block, dtype) -> Block:
+        """Keys or values in the dtype of products, without their scale."""
+        return jax.tree.map(lambda x: self.arithmetic.widened(x, dtype), x)
 
     def scores_of(self, qk: jax.Array, dtype) -> Scores:
         """Scores of the products of queries and keys in `dtype`."""
@@ -136,6 +141,11 @@ class Pairs:
         if dropout is None:
             return p
         return self.arithmetic.where_below(p, self._bits, dropout.limit)
+
+    def left(self, p: jax.Array) -> jax.Array:
+        """What multiplies the values of a block: p after dropout, with their scale."""
+        p, scale = self.drop(p), self.spec.value_scale
+        return p if scale is None else p * scale.astype(p.dtype)
 
     def recompute(self, scores: Scores, lse_log2: jax.Array) -> Recomputed:
         """The probabilities of the block, in the backward pass.

@@ -25,6 +25,7 @@ from pallas_kernels.core.masks import Atom, Lengths, Relation, Tiling, Traits
 from pallas_kernels.core.masks.base import joined, without_rows
 from pallas_kernels.core.masks.relation import block_table
 from pallas_kernels.core.masks.traits import ALL
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
 from pallas_kernels.core.ranges import (
     Range,
@@ -63,6 +64,8 @@ class AttentionSpec:
         has no gradient. Static.
       rows_have_keys: whether it is known without data that each query row within its
         length looks at some key (`with_known_rows`). Static.
+      value_scale: multiplies each value, where values are quantised, or None.
+      pages: where rows of keys and values lie, if these are in pages; or None.
     """
 
     score: Score
@@ -78,6 +81,8 @@ class AttentionSpec:
     is_part: bool = dataclasses.field(default=False, metadata={"static": True})
     gives_largest: bool = dataclasses.field(default=False, metadata={"static": True})
     rows_have_keys: bool = dataclasses.field(default=False, metadata={"static": True})
+    value_scale: Any = None
+    pages: Pages | None = None
 
     @property
     def positions(self) -> Positions:
@@ -156,6 +161,14 @@ class AttentionSpec:
         """What a kernel must have for masks and score (`Term.operations`)."""
         parts = (*self.score.terms, *self.masks)
         return frozenset().union(*(x.operations for x in parts))
+
+    def wants_steps(self, dtype) -> bool:
+        """Whether a maximum is taken of each block, with products in this dtype.
+
+        Probabilities above 1 have no room in float16 beside scales of values.
+        """
+        scaled = self.value_scale is not None and dtype == jnp.float16
+        return self.maximum_may_grow or scaled
 
     @property
     def maximum_may_grow(self) -> bool:
@@ -268,14 +281,23 @@ class AttentionSpec:
         """The range of query blocks that look at the key rows [kv_lo, kv_hi)."""
         return self._blocks("q_range", kv_lo, kv_hi, q_size, block_q)
 
-    def _blocks(self, method, lo, hi, size: int, block: int) -> Visited:
-        if isinstance(self.table, BlockList):
-            return self.table.walk(lo, block)
+    def keys_needed(self, q_lo, q_hi, kv_size: int) -> Range:
+        """The keys that the query rows [q_lo, q_hi) look at, as far as ranges say."""
+        if self.repeat > 1:
+            q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
+        return self._rows("kv_range", q_lo, q_hi, kv_size)
+
+    def _rows(self, method, lo, hi, size: int) -> Range:
         rows = everything(0, size)
         for atom in self.masks:
             if atom.has_ranges:
                 rows = rows & getattr(atom, method)(lo, hi, self.positions, size)
-        blocks = rows.blocks(block, size)
+        return rows
+
+    def _blocks(self, method, lo, hi, size: int, block: int) -> Visited:
+        if isinstance(self.table, BlockList):
+            return self.table.walk(lo, block)
+        blocks = self._rows(method, lo, hi, size).blocks(block, size)
         return blocks if self.table is None else blocks & self.table
 
     @property

@@ -19,6 +19,8 @@ from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
 
 MAX_HEAD_SIZE = 512
+# Of latent keys in pages, of which values are the first elements (DeepSeek-V3).
+_MAX_LATENT = 576
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 lowering_context = support.lowering_context
@@ -101,9 +103,11 @@ def _unsupported(call: Call) -> str | None:
         return "the kernels need static sizes, and this call has a symbolic one"
     if call.most_elements > memory.MOST_ELEMENTS:
         return memory.too_large(call.most_elements)
-    largest = max(call.head_sizes)
-    if largest > MAX_HEAD_SIZE:
-        return f"head size {largest} is above {MAX_HEAD_SIZE}"
+    largest, most = max(call.head_sizes), MAX_HEAD_SIZE
+    if call.spec.pages is not None and call.head_sizes[1] <= most:
+        most = _MAX_LATENT
+    if largest > most:
+        return f"head size {largest} is above {most}"
     return None
 
 
@@ -146,7 +150,7 @@ def _head_blocks(operands) -> tuple[int, int]:
 
 
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
-    size = sizes(operands)
+    size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _head_blocks(operands)
@@ -199,7 +203,7 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel whose programs loop over blocks of keys ("s") or queries ("t")."""
     launch = _launch(kernel, config, precision, [q, k, v], spec)
-    blocks, size = launch.blocks, sizes([q, k])
+    blocks, size = launch.blocks, sizes([q, k, *jax.tree.leaves(spec.pages)])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table(looped, *rows)
     return _KERNELS[kernel](q, k, v, spec, *rest, launch=launch, **options)

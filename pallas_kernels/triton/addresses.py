@@ -3,11 +3,13 @@
 Pallas adds up the place of each element in 32 bits, the block's start with it. Such a
 sum might wrap, for all that the compiler knows, so every vector that a thread copies
 keeps an index of its own and has it widened to an address in each round of a loop. Here
-the start is one 64-bit scalar, and the elements lie at constant distances from it.
+the start is one 64-bit scalar, and the elements lie at constant distances from it. Rows
+that lie in several pages have a 64-bit start each.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -20,6 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
+
+from pallas_kernels.core.axes import Named
 
 try:
     from jax._src.pallas.triton import lowering
@@ -47,13 +51,16 @@ def load(
 
     Args:
       ref: a Ref of a kernel, which nothing writes.
-      index: for each axis of the Ref a number or a `pl.ds`, one `pl.ds` at least.
+      index: for each axis of the Ref a number or a `pl.ds`; or, for an axis of pages
+        and that of their rows, int32 arrays alike, with the numbers of every row.
       mask: which elements exist, in the shape of the block; None for all.
       other: what the others are loaded as.
       interpret: whether the kernel runs in Pallas's interpreter.
     """
     if not _ours(interpret):
-        return plgpu.load(ref.at[index], mask=mask, other=other)
+        if mask is not None:  # a number alone does not become one of a byte
+            other = jnp.asarray(other, ref.dtype)
+        return plgpu.load(ref.at[_spread(index)], mask=mask, other=other)
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
     return _load.bind(ref, *starts, *masks, sizes=sizes, other=other)
@@ -81,11 +88,52 @@ def _ours(interpret: bool) -> bool:
     return pallas is not None and not interpret
 
 
+def is_pool(x: Named) -> bool:
+    """Whether an operand may have more elements than 32 bits count."""
+    return pallas is not None and "p" in x.axes
+
+
+def _is_array(place) -> bool:
+    return not isinstance(place, pl.Slice) and jnp.ndim(place) > 0
+
+
 def _cut(index: tuple) -> tuple[list[jax.Array], tuple[int | None, ...]]:
-    slices = [place if isinstance(place, pl.Slice) else None for place in index]
-    places = zip(index, slices, strict=True)
-    starts = [jnp.int32(place if s is None else s.start) for place, s in places]
-    return starts, tuple(None if s is None else int(s.size) for s in slices)
+    """The starts, and the sizes of those axes that the block has.
+
+    Of several arrays the last stands for the axis of their rows.
+    """
+    arrays = [i for i, place in enumerate(index) if _is_array(place)]
+    starts, sizes = [], []
+    for i, place in enumerate(index):
+        is_slice = isinstance(place, pl.Slice)
+        starts.append(jnp.int32(place.start if is_slice else place))
+        size = int(place.size) if is_slice else None
+        sizes.append(int(place.shape[0]) if arrays and i == arrays[-1] else size)
+    return starts, tuple(sizes)
+
+
+def _spread(index: tuple) -> tuple:
+    """For Pallas, which takes no slice beside an array: arrays alone, if any is one."""
+    arrays = [i for i, place in enumerate(index) if _is_array(place)]
+    if not arrays:
+        return index
+    axes = [
+        i for i, x in enumerate(index) if isinstance(x, pl.Slice) or i == arrays[-1]
+    ]
+
+    def spread(i: int, place):
+        if isinstance(place, pl.Slice):
+            numbers = place.start + jax.lax.iota(jnp.int32, int(place.size))
+        elif i in arrays:
+            i, numbers = arrays[-1], place
+        else:
+            return jnp.full((1,) * len(axes), place, jnp.int32)
+        others = [j for j, axis in enumerate(axes) if axis != i]
+        return jnp.expand_dims(numbers, others)
+
+    found = [spread(i, place) for i, place in enumerate(index)]
+    shape = np.broadcast_shapes(*(x.shape for x in found))
+    return tuple(jnp.broadcast_to(x, shape) for x in found)
 
 
 @_load.def_abstract_eval
@@ -107,12 +155,13 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
     Args:
       info: Pallas's, of the operand and of what a program sees of it.
       pointer: to the operand's first element.
-      starts: in what the program sees, an iterator over numbers.
+      starts: in what the program sees, an iterator over numbers, or vectors of them
+        along one axis of the block.
       sizes: in each axis of that; None for an axis that the block lacks.
     """
     wide = ir.IntegerType.get_signless(64)
     shape = [size for size in sizes if size is not None]
-    first, distances = pallas._full(wide, 0), None
+    first, distances, of_rows, row_axis = pallas._full(wide, 0), None, [], 0
 
     def advanced(start: ir.Value, stride: int) -> ir.Value:
         start = pallas._ir_cast(start, wide, signed=True)
@@ -126,8 +175,17 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
             first = advanced(place, stride)
         if isinstance(info.block_shape[i], pallas.pallas_core.Squeezed):
             continue
-        first, size = advanced(next(starts), stride), next(seen)
+        start, size = next(starts), next(seen)
+        is_vector = isinstance(start.type, ir.RankedTensorType)
+        if is_vector:
+            start = pallas._ir_cast(start, wide, signed=True)
+            of_rows.append(pallas._mul(start, pallas._full(start.type, stride)))
+        else:
+            first = advanced(start, stride)
         if size is None:
+            continue
+        if is_vector:
+            row_axis, axis = axis, axis + 1
             continue
         numbers = pallas._make_range(0, size)
         for other in range(len(shape)):
@@ -137,8 +195,16 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
         numbers = pallas._bcast_to(numbers, shape)
         distances = numbers if distances is None else pallas._add(distances, numbers)
         axis += 1
-    begin = pallas._bcast_to(pallas._add(pointer, first), shape)
-    return pallas._add(begin, distances)
+    begin = pallas._add(pointer, first)
+    if of_rows:
+        rows = functools.reduce(pallas._add, of_rows)
+        column = [n if i == row_axis else 1 for i, n in enumerate(shape)]
+        for other in range(len(shape)):
+            if other != row_axis:
+                rows = pallas._expand_dims(rows, other)
+        begin = pallas._add(pallas._bcast_to(begin, column), rows)
+    begin = pallas._bcast_to(begin, shape)
+    return begin if distances is None else pallas._add(begin, distances)
 
 
 def _lower_load(ctx, pointer: ir.Value, *operands, sizes, other) -> ir.Value:

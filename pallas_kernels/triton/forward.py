@@ -26,7 +26,7 @@ from jax import lax
 
 from pallas_kernels import program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, first_of
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
@@ -57,6 +57,7 @@ def forward(
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
     layout = memory.BlockGrid.of("forward", operands, launch)
+    values_are_keys = _are_first_pieces(v, layout)
     sink = None
     if layout.parts:  # it joins where parts are put together
         sink, spec = spec.sink, dataclasses.replace(spec, sink=None)
@@ -68,9 +69,13 @@ def forward(
         def visit(masked, j, state):
             here = program.visit_at(spec, where, layout, "s", j, masked)
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
-            scores = pairs.scores(q_block, k.load(("s", "h"), here))
-            v_block = v.load(("s", "d"), here)
-            product = functools.partial(_product, pairs, v.dtype, v_block)
+            k_block = k.load(("s", "h"), here)
+            scores = pairs.scores(q_block, k_block)
+            if values_are_keys:
+                v_block = k_block[: len(here["d"])]
+            else:
+                v_block = v.load(("s", "d"), here)
+            product = functools.partial(_product, pairs, q.dtype, v_block)
             # A block of which pairs may be masked has a maximum taken, too.
             take = flash2.step if masked else flash2.accumulate
             return take(state, scores, product, launch.arithmetic)
@@ -85,10 +90,10 @@ def forward(
         # its copies shared memory.
         one = support.unforeseen_one(where["t"].start, launch.interpret)
         kv_blocks = kv_blocks.with_an_edge(one)
-        if spec.maximum_may_grow:
+        if spec.wants_steps(q.dtype):
             kv_blocks = kv_blocks.all_edges()
         state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
-        good = flash2.in_range(state, v.dtype)
+        good = flash2.in_range(state, q.dtype)
         good |= where["t"].numbers >= layout.size["t"]
         lost = jnp.max(jnp.where(good, 0, 1)) > 0
         state = lax.cond(
@@ -115,7 +120,15 @@ def forward(
     return *whole, *(jnp.max(x.value, axis=x.axes.index("z")) for x in largest)
 
 
+def _are_first_pieces(v: Named, layout: memory.BlockGrid) -> bool:
+    """Whether values are elements of keys that are loaded as pieces of their own."""
+    if not any(map(first_of, v.axes)):
+        return False
+    own = layout.pieces["d"]
+    return layout.size["d"] == sum(own) and layout.pieces["h"][: len(own)] == own
+
+
 def _product(pairs: Pairs, dtype, v_block: Block, p: jax.Array) -> Block:
     """What a block of probabilities adds to the output."""
-    p = pairs.drop(p).astype(dtype)
+    p, v_block = pairs.left(p).astype(dtype), pairs.widened(v_block, dtype)
     return flash2.times(p, v_block, pairs.precision)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.axes import Named, is_whole
+from pallas_kernels.core.axes import Named, first_of, is_whole
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.layout import Rows
 from pallas_kernels.tables import padded
@@ -60,7 +60,12 @@ class View(layout.View):
 
 
 def _slices(index: tuple) -> tuple:
-    return tuple(pl.ds(x.start, x.size) if isinstance(x, Rows) else x for x in index)
+    def place(x):
+        if not isinstance(x, Rows):
+            return x
+        return pl.ds(x.start, x.size) if x.places is None else x.places
+
+    return tuple(map(place, index))
 
 
 def _first(ids: Mapping[str, Any]):
@@ -95,6 +100,7 @@ class BlockGrid(layout.Layout):
         whole = ("t", "s", "i", "j", *self.looped, *["k"] * ("n" in self.looped))
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
+            name, _ = first_of(name) or (name, size)
             if name in whole or is_whole(name):
                 block = size
             elif name in ("h", "d"):
@@ -150,7 +156,8 @@ def call(
         x if i in alike else division.partial(x, grid.parts)
         for i, x in enumerate(outputs)
     ]
-    elements = max(math.prod(x.shape) for x in (*operands, *outputs))
+    placed = (x for x in (*operands, *outputs) if not addresses.is_pool(x))
+    elements = max(math.prod(x.shape) for x in placed)
     if elements > MOST_ELEMENTS:
         raise ValueError(f"implementation='triton': {too_large(elements)}")
     specs, kept = zip(*map(grid.block_spec, (*operands, *outputs)), strict=True)

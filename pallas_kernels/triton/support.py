@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import configs
+from pallas_kernels import configs, device
 from pallas_kernels.core import axes, pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
@@ -70,8 +70,25 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
     # The approximate tanh is off by 2^-11: less than the rounding of bfloat16.
     tanh = jnp.tanh if dtype == jnp.float32 else plgpu.approx_tanh
     return Arithmetic(
-        exp2=_exp2, where_below=_where_below, tanh=tanh, wide_product=_wide_product
+        exp2=_exp2,
+        where_below=_where_below,
+        widened=_widened,
+        tanh=tanh,
+        wide_product=_wide_product,
     )
+
+
+def _widened(x: jax.Array, dtype) -> jax.Array:
+    if x.dtype == jnp.float8_e4m3fn and device.capability() < 89:
+        # No instruction converts it. Its bits, moved, are a float16 of 2^-8 the size,
+        # but those of NaN.
+        bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
+        moved = ((bits & 0x7F) << 7) | (bits & jnp.int16(-0x8000))
+        x = lax.bitcast_convert_type(moved, jnp.float16).astype(jnp.float32) * 256.0
+        x = jnp.where(bits & 0x7F == 0x7F, jnp.nan, x)
+    elif x.dtype == jnp.int8:
+        x = x.astype(jnp.float32)
+    return x.astype(dtype)
 
 
 def _exp2(x: jax.Array, scale: float, shift) -> jax.Array:

@@ -306,7 +306,7 @@ def _candidates(
     regime: str = "plain",
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
-    size = max(heads)
+    size = min(max(heads), tables.HEADS[-1])  # latent keys are larger
     head = str(tables.bucket(size))
     tuned = _table(gpu).get(kernel, {}).get(head)
     if tuned is None:

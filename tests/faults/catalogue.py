@@ -13,6 +13,7 @@ from tests.faults import (
     lowering,
     mods,
     mosaic_gpu,
+    paged,
     tuner,
 )
 from tests.faults.kernels import COUNTS, REGIME, of, rule
@@ -419,4 +420,5 @@ MUTANTS = [
     *mods.MUTANTS,
     *tuner.MUTANTS,
     *flashify.MUTANTS,
+    *paged.MUTANTS,
 ]

@@ -30,10 +30,11 @@ DEEP_FUNCTIONS = 0
 TUNER = "jax_flash2/tune"  # its calls have features, as those of the tests
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
 ARGUMENTS += ("_block_mask", "_make_block_mask", "_plot")  # which draws masks
+ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 18, 36),
-    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 57),
+    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 58),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),

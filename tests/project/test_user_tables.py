@@ -14,6 +14,7 @@ from jax_flash2 import explain
 from jax_flash2.tune.table import Table
 from pallas_kernels import tables, user_tables
 from pallas_kernels.configs import Blocks
+from pallas_kernels.device import Gpu
 from pallas_kernels.mosaic_gpu import hopper, measured
 from pallas_kernels.triton import tuning
 from tests.lowering import on_gpu
@@ -61,8 +62,8 @@ def test_where_a_table_is(monkeypatch, platform, given, expected):
 def chosen(gpu: str) -> Blocks:
     """Of the Triton forward kernel, plain, at heads of 64."""
     with on_gpu(gpu):
-        options = {"rows": (4096, 4096), "heads": (64, 64), "itemsize": 2, "gpu": gpu}
-        return tuning.choose("forward", None, limit=99 << 10, **options)
+        options = {"rows": (4096, 4096), "heads": (64, 64), "itemsize": 2}
+        return tuning.choose("forward", None, gpu=Gpu.named(gpu), **options)
 
 
 def explained(gpu: str) -> str:

@@ -11,6 +11,7 @@ from pallas_kernels.core.masks.lengths import Lengths
 from pallas_kernels.core.masks.listed import Listed
 from pallas_kernels.core.masks.mod import MaskMod
 from pallas_kernels.core.masks.segments import SegmentIds
+from pallas_kernels.core.masks.starts import Starts
 from pallas_kernels.core.masks.window import Window
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MaskMod",
     "Relation",
     "SegmentIds",
+    "Starts",
     "Tiling",
     "Traits",
     "Window",

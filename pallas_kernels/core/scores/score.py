@@ -32,11 +32,14 @@ class Score:
       scale: of the product (static).
       terms: in the order of the equation (`scores.base.Term`).
       factor: of the product, a scalar, where the scale is data; or None.
+      key_scale: multiplies each key, where keys are quantised, or None. It has no
+        gradient.
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
     terms: tuple[Term, ...] = ()
     factor: Any = None
+    key_scale: Any = None
 
     @property
     def operands(self) -> dict[str, Any]:
@@ -94,6 +97,8 @@ class Score:
         """
         if self.factor is not None:
             qk = qk * self.factor.astype(qk.dtype)
+        if self.key_scale is not None:
+            qk = qk * self.key_scale.astype(qk.dtype)
         scores = Scores(qk, self.scale)
         # Of a tiny unit the inverse may be infinite, of a masking number the product.
         if self.may_mask or self.scale <= _TINY:

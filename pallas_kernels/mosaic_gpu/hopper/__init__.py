@@ -79,6 +79,8 @@ def _unsupported(call: Call) -> str | None:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
     if lacking := call.lacking(support.OPERATIONS):
         return lacking
+    if call.spec.pages is not None:
+        return "its kernels read no keys in pages"
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     largest = max(call.head_sizes)

@@ -1,0 +1,293 @@
+"""A cache in pages: where rows go, how they are quantised, and writing them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash2._arguments import Array
+from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
+from jax_flash2._pools import AXES, QUANTISED, letters_of
+from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.gather import bits, indexed
+
+
+def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
+    """Where in a pool the rows at some positions of sequences lie.
+
+        slot = page_table[b, position // page_size] * page_size + position % page_size
+
+    Args:
+      page_table: int32 [B, C], as of `paged_attention`.
+      positions: int32 [B] or [B, T]. For tokens of several sequences in a row, pass
+        page_table[sequence] with a line for each token.
+      page_size: rows of a page.
+
+    Returns:
+      int32 in the shape of positions; -1 where a position is negative, or no entry of
+      the table has it. `append_to_pages` leaves those out.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_flash2 import page_slots
+      >>> page_slots(jnp.array([[7, 3]]), jnp.array([[0, 15, 16, 40]]), 16).tolist()
+      [[112, 127, 48, -1]]
+    """
+    table = jnp.asarray(as_integers("page_table", page_table))
+    positions = jnp.asarray(as_integers("positions", positions))
+    if table.ndim != 2:
+        raise ValueError(f"page_table must have shape [B, C], got shape {table.shape}")
+    fits = positions.ndim in (1, 2) and positions.shape[0] == table.shape[0]
+    if not fits:
+        raise ValueError(
+            f"positions must have shape [B] or [B, T] with B={table.shape[0]}, got "
+            f"shape {positions.shape}"
+        )
+    try:
+        page_size = operator.index(page_size)
+    except TypeError as error:
+        raise TypeError(f"page_size must be an int, got {page_size!r}") from error
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    places = table.shape[1]
+    inside = (positions >= 0) & (positions < places * page_size)
+    if not places:
+        return jnp.full(positions.shape, -1, jnp.int32)
+    at = jnp.where(inside, positions, 0).reshape(positions.shape[0], -1)
+    page = jnp.take_along_axis(table, at // page_size, axis=1)
+    slots = (page * page_size + at % page_size).reshape(positions.shape)
+    return jnp.where(inside, slots, -1).astype(jnp.int32)
+
+
+def quantize_kv(
+    x: Array, dtype: Any, axes: int | tuple[int, ...] = -1
+) -> tuple[jax.Array, jax.Array]:
+    """Keys or values in one byte an element, and their scale: x is about q * scale.
+
+    The scale is the largest size of an element over `axes`, divided by the largest
+    number of the dtype (127 of int8).
+
+    Args:
+      x: [..., K, H], of any float dtype.
+      dtype: int8, float8_e4m3fn or float8_e5m2.
+      axes: over which elements share a scale; the last is one of them. -1 gives one for
+        each row and head, (-2, -1) for each row.
+
+    Returns:
+      q: in the shape of x and the dtype.
+      scale: float32 in the shape of x without its last axis, of size 1 along the others
+      of axes; q * scale[..., None] is near x.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash2 import quantize_kv
+      >>> x = jax.random.normal(jax.random.key(0), (2, 30, 4, 64))
+      >>> q, scale = quantize_kv(x, jnp.int8)
+      >>> q.dtype.name, scale.shape
+      ('int8', (2, 30, 4))
+    """
+    x = _floats("x", x)
+    dtype = _quantised("dtype", dtype)
+    given = axes if isinstance(axes, tuple) else (axes,)
+    try:
+        numbers = {operator.index(a) % x.ndim for a in given if -x.ndim <= a < x.ndim}
+    except TypeError as error:
+        raise TypeError(f"axes must be ints, got {axes!r}") from error
+    if len(numbers) != len(given) or x.ndim - 1 not in numbers:
+        raise ValueError(
+            f"axes must be different axes of x, shape {x.shape}, and the last among "
+            f"them, got {axes!r}"
+        )
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=tuple(numbers), keepdims=True, initial=0.0)
+    scale = largest / _top(dtype)
+    return _narrow(x, scale, dtype), jnp.squeeze(scale, -1)
+
+
+def append_to_pages(
+    key_pages: Array,
+    value_pages: Array | None,
+    key: Array,
+    value: Array,
+    slots: Array,
+    *,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
+    kv_layout: str = "PSKH",
+) -> tuple[Any, ...]:
+    """Writes keys and values of new tokens into pages of a pool.
+
+    Donate the pools (`donate_argnums` of `jax.jit`, or as what a loop carries): XLA
+    then writes in place and copies no pool.
+
+    Args:
+      key_pages, value_pages: pools, as of `paged_attention`.
+      key, value: [*, K, H] and [*, K, Hv], new rows; * stands for any axes. Of
+        quantised pools they have any float dtype, of others that of the pool.
+      slots: int32 [*], the slot of each row, page * page_size + its row there
+        (`page_slots`). Rows with a negative slot, or one beyond the pool, are left out.
+        No slot may come twice.
+      key_scale, value_scale: of quantised pools, the scales. Pools of scales, [P, page,
+        K] or [P, page, 1], get those of the new rows, which are made here
+        (`quantize_kv`). With a number, (), or [K], rows are divided by it, and what is
+        out of range becomes the largest number of the dtype.
+      kv_layout: of the pools. With a "2", value_pages is None.
+
+    Returns:
+      key_pages and value_pages with the new rows; if one is quantised, also key_scale
+      and value_scale. What was None or a number is returned as it is.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash2 import append_to_pages, page_slots
+      >>> pages = jnp.zeros((10, 16, 2, 64))
+      >>> table, positions = jnp.array([[7, 3], [2, 0]]), jnp.array([[20], [4]])
+      >>> new = jnp.ones((2, 1, 2, 64))
+      >>> slots = page_slots(table, positions, 16)
+      >>> pages, _ = append_to_pages(pages, pages, new, new, slots)
+      >>> bool((pages[3, 4] == 1).all() and (pages[2, 4] == 1).all())
+      True
+    """
+    letters = letters_of(kv_layout)
+    slots = as_integers("slots", slots)
+    slots = clipped(slots, -1, np.iinfo(np.int32).max)
+    if "2" in letters and value_pages is not None:
+        raise ValueError(
+            f"value_pages must be None with kv_layout={kv_layout!r}, of which "
+            "key_pages has both, got an array"
+        )
+    sides = (
+        ("key", "u0", key_pages, key, key_scale),
+        ("value", "u1", value_pages, value, value_scale),
+    )
+    pools, scales, both = [], [], None
+    for name, side, pages, rows, scale in sides:
+        if "2" in letters:
+            pages = key_pages if both is None else both
+        names: Axes = tuple(({**AXES, "2": side, "H": "h"})[x] for x in letters)
+        pool = _Pool(f"{name}_pages", as_array(f"{name}_pages", pages), names)
+        found, scale = pool.written(name, rows, slots, scale)
+        both = found if "2" in letters else None
+        pools.append(found)
+        scales.append(scale)
+    if "2" in letters:
+        pools = [both, None]
+    is_quantised = any(x is not None and x.dtype in QUANTISED for x in pools)
+    return (*pools, *scales) if is_quantised else tuple(pools)
+
+
+class _Pool:
+    """A pool that rows are written into."""
+
+    def __init__(self, name: str, pages: jax.Array, axes: Axes):
+        if pages.ndim != len(axes):
+            raise ValueError(
+                f"{name} must have {len(axes)} axes, as kv_layout says, got shape "
+                f"{pages.shape}"
+            )
+        self.pages, self.axes = pages, axes
+        self.size = dict(zip(axes, pages.shape, strict=True))
+
+    def written(self, name: str, rows, slots: jax.Array, scale):
+        """The pool with these rows, and the scale."""
+        rows, (k, h) = _floats(name, rows), (self.size["k"], self.size["h"])
+        if rows.shape != (*slots.shape, k, h):
+            raise ValueError(
+                f"{name} must have shape {(*slots.shape, k, h)}, from slots and "
+                f"{name}_pages, got {rows.shape}"
+            )
+        rows, slots = rows.reshape(-1, k, h), slots.reshape(-1)
+        if self.pages.dtype not in QUANTISED:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}_scale must be None for pages in {self.pages.dtype.name}, "
+                    "which are not quantised, got a scale"
+                )
+            if rows.dtype != self.pages.dtype:
+                raise TypeError(
+                    f"{name} must have the dtype of {name}_pages, "
+                    f"{self.pages.dtype.name}, got {rows.dtype.name}"
+                )
+            return self._put(self.pages, self.axes, rows, slots), None
+        rows = rows.astype(jnp.float32)
+        is_pool = scale is not None and jnp.ndim(unwrapped(scale)) == 3
+        of_rows = self._scale(f"{name}_scale", scale)
+        if is_pool:
+            axes = (-2, -1) if of_rows.shape[-1] == 1 != k else -1
+            rows, found = quantize_kv(rows, self.pages.dtype, axes)
+            found = found.astype(of_rows.dtype)
+            scale = self._put(of_rows, ("p", "r", "k"), found, slots)
+        else:
+            of_rows = of_rows.astype(jnp.float32)
+            of_rows = of_rows[:, None] if of_rows.ndim else of_rows
+            rows = _narrow(rows, of_rows, self.pages.dtype)
+        return self._put(self.pages, self.axes, rows, slots), scale
+
+    def _scale(self, name: str, x) -> jax.Array:
+        if isinstance(x, int | float) and not isinstance(x, bool):
+            x = np.float32(x)
+        x = _floats(name, x)
+        pages = (self.size["p"], self.size["r"])
+        k = self.size["k"]
+        shapes = ((), (k,), (*pages, 1), (*pages, k))
+        if x.shape not in shapes:
+            expected = ", ".join(map(str, shapes))
+            raise ValueError(
+                f"{name} must have one of the shapes {expected}, got shape {x.shape}"
+            )
+        return x
+
+    def _put(self, pool: jax.Array, axes: Axes, rows: jax.Array, slots) -> jax.Array:
+        """The pool with rows [tokens, k, h], or scales [tokens, k], at their slots."""
+        size, count = self.size["r"], self.size["p"] * self.size["r"]
+        slots = jnp.where((slots >= 0) & (slots < count), slots, count)
+        page = slots // size
+        index = {"p": page, "r": slots - page * size, "u0": 0, "u1": 1}
+        places, names = indexed(axes, {a: index[a] for a in axes if a in index}, ("s",))
+        rows = Named(rows, ("s", "k", "h")[: rows.ndim]).to(names)
+        found = bits(pool).at[places].set(bits(rows), mode="drop")
+        return jax.lax.bitcast_convert_type(found, pool.dtype)
+
+
+def _floats(name: str, x) -> jax.Array:
+    x = as_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
+    return x
+
+
+def _quantised(name: str, dtype) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found not in QUANTISED:
+        raise TypeError(
+            f"{name} must be int8, float8_e4m3fn or float8_e5m2, got {dtype!r}"
+        )
+    return found
+
+
+def _top(dtype) -> float:
+    """The largest number."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def _narrow(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
+    """x over its scale, rounded to the dtype; what is too large is its largest."""
+    x = x / jnp.where(scale == 0.0, 1.0, scale)
+    x = jnp.clip(x, -_top(dtype), _top(dtype))
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)

@@ -1,0 +1,332 @@
+"""paged_attention(): queries against keys and values in pages of a pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash2 import _backends, _options, _vjp
+from jax_flash2._arguments import Array, Precision, Window
+from jax_flash2._arrays import as_array, as_integers, clipped
+from jax_flash2._operation import Problem
+from jax_flash2._pools import Pools
+from jax_flash2._ragged import Ragged
+from jax_flash2._shape import Shape
+from pallas_kernels import division
+from pallas_kernels.backend import Call
+from pallas_kernels.configs import Config
+from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.masks import Atom, Lengths, Starts
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.scores import Alibi, Score, SoftCap, Term
+from pallas_kernels.core.spec import AttentionSpec
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_NO_GRADIENT = (
+    "paged_attention has no derivatives: gather the pages of each sequence and call "
+    "jax_flash2.attention, which has"
+)
+
+
+def paged_attention(
+    query: Array,
+    key_pages: Array,
+    value_pages: Array | None,
+    page_table: Array,
+    key_value_seq_lengths: Array,
+    *,
+    cu_query_lengths: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_starts: Array | None = None,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    value_head_size: int | None = None,
+    kv_layout: str = "PSKH",
+    precision: Precision | None = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes attention over keys and values that lie in pages of a pool.
+
+    It is `attention` of each sequence over the rows that its line of the page table
+    names, for servers and for sampling: the queries are the newest tokens, whose keys
+    are in the cache by then (`append_to_pages`). The last query of a sequence stands at
+    its last key.
+
+    B is the number of sequences, T of queries of each, N and K of query and key/value
+    heads, H and Hv the head sizes, P the number of pages of the pool, C of those that a
+    sequence may have. A page has any number of rows; from 16 on a power of two is the
+    fastest.
+
+    Args:
+      query: [B, T, N, H], or [tokens, N, H] with `cu_query_lengths`; bfloat16, float16
+        or float32.
+      key_pages: [P, page, K, H], in the dtype of query, or quantised: int8,
+        float8_e4m3fn or float8_e5m2. K must divide N.
+      value_pages: [P, page, K, Hv], likewise. None: values are the first
+        `value_head_size` elements of keys (absorbed multi-head latent attention), or
+        the second half of `key_pages`, if its layout has a "2".
+      page_table: int32 [B, C], the pages of each sequence in order. Sequences may share
+        pages. Entries whose page has no needed row are never followed: of rows beyond
+        a length, before a start, or outside the window of every query. So pages behind
+        a window may be freed. Other entries are clamped to [0, P).
+      key_value_seq_lengths: int32 [B], keys in the cache, the new ones among them;
+        clipped to [0, C * page]. What lies beyond (even NaN) reaches no result.
+      cu_query_lengths: int32 [B + 1], rising from 0, for sequences with their own
+        numbers of queries: those of sequence b are tokens cu[b] to cu[b + 1]. Tokens
+        from the last of these numbers on are padding; their output is 0.
+      query_seq_lengths: int32 [B], how many of the T queries count, from the first on;
+        clipped to [0, T]. Others are padding, and their output is 0.
+      key_value_seq_starts: int32 [B], the first valid key (padding on the left).
+      key_scale, value_scale: what quantised keys and values are multiplied by, in any
+        float dtype: a number or (), [K], [B, K], [P, page, 1] or [P, page, K] (always
+        in this order of axes).
+      is_causal: if True, a query attends only to keys at or before its position.
+      local_window_size, logits_soft_cap, sinks, scale, precision: as in `attention`.
+      alibi_slopes: float [N] or [B, N], as in `attention`.
+      value_head_size: Hv, where values are a part of keys.
+      kv_layout: the axes of pools in memory, by letters: P pages, S rows, K heads, H
+        elements (last), 2 keys and values in one array (`value_pages` is None then).
+        "PSKH", "PKSH" and "KPSH" are in use, and "P2SKH", "PSK2H" of arrays of both.
+      implementation: "triton", "xla", "reference", or None, as in `attention`.
+      config: as in `attention`; `Config.forward` and `Config.splits` count.
+      return_residual: if True, also return the log-sum-exp of the scores.
+
+    Returns:
+      out: in the dtype and shape of query, with head size Hv. A query without keys,
+      such as one before position 0 or of a sequence of length 0, has output 0.
+      If return_residual is True, a tuple (out, lse). lse is the natural logarithm
+      [B, T, N] or [tokens, N] in float32, -inf for a query without keys. `merge` takes
+      both.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong. The message names the argument,
+        what was given and what was expected.
+      TypeError: if JAX asks for a derivative.
+
+    Numerics: products are made in the dtype of query, to which quantised elements are
+    converted in registers. The scale of a key multiplies its scores, that of a value
+    its probabilities, in float32.
+
+    Lengths, tables and scales are data: new values compile nothing. The numbers of
+    sequences, tokens, pages and entries are compiled in: pad tokens to few sizes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash2 import paged_attention
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 16, 2, 64))  # 10 pages
+      >>> q = jax.random.normal(jax.random.key(1), (2, 1, 8, 64))  # a token each
+      >>> table = jnp.array([[7, 3, 1], [2, 0, 0]])
+      >>> paged_attention(q, k, v, table, jnp.array([40, 9])).shape
+      (2, 1, 8, 64)
+
+    References: Kwon et al., "Efficient Memory Management for Large Language Model
+    Serving with PagedAttention" (2023); Dao et al., "Flash-Decoding for long-context
+    inference" (2023).
+    """
+    _options.check_bool("is_causal", is_causal)
+    _options.check_bool("return_residual", return_residual)
+    _options.check_implementation(implementation)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a jax_flash2.Config, got {config!r}")
+    query = _query(query, cu_query_lengths)
+    pools = Pools.of(query, key_pages, value_pages, kv_layout, value_head_size)
+    given = _table(page_table, key_value_seq_lengths, pools)
+    batch, heads = given["table"].shape[0], query.shape[-2]
+    optional = {
+        "query_seq_lengths": _lengths("query_seq_lengths", query_seq_lengths, batch),
+        "key_value_seq_starts": _lengths(
+            "key_value_seq_starts", key_value_seq_starts, batch
+        ),
+        "alibi_slopes": _slopes(alibi_slopes, batch, heads),
+        "key_scale": pools.scale("key_scale", key_scale, pools.key, batch),
+        "value_scale": pools.scale("value_scale", value_scale, pools.value, batch),
+    }
+    given |= {name: x for name, x in optional.items() if x is not None}
+    ragged = None
+    if cu_query_lengths is not None:
+        ragged = _cut(query, cu_query_lengths, given, heads // max(1, pools.heads))
+        query, given = ragged.queries(query), _by_block(ragged, given)
+    elif query.shape[0] != batch:
+        raise ValueError(
+            f"page_table must have a line for each of the {query.shape[0]} sequences "
+            f"of query, got shape {given['table'].shape}"
+        )
+    rows = given["table"].shape[1] * pools.page
+    seen = jax.ShapeDtypeStruct(
+        (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
+    )
+    shape = Shape(query, seen)
+    masks, offset = _masks(given, shape, local_window_size, is_causal)
+    spec = AttentionSpec(
+        _score(given, shape, scale, logits_soft_cap),
+        masks,
+        offset,
+        sink=None if sinks is None else shape.sinks(sinks),
+        value_scale=given.get("value_scale"),
+        pages=Pages(given["table"], pools.pages, pools.page),
+    )
+    spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
+    if config is not None:
+        division.check(config.splits, rows)
+    precision = _options.check_precision(precision)
+    named = Named(query, ("b0", "t", "n", "h"))
+    out, lse = run(
+        Call(named, pools.key, pools.value, spec, config, precision), implementation
+    )
+    lse = jnp.swapaxes(lse, -1, -2)
+    if ragged is not None:
+        out, lse = ragged.tokens(out, 0), ragged.tokens(lse, -jnp.inf)
+    return (out, lse) if return_residual else out
+
+
+def run(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (rows last) of a call with keys in pages."""
+    backend = _backends.choose(implementation, call)
+    problem = Problem.of(call, backend, is_named=implementation is not None)
+    out, lse = _attend(problem, *(x.value for x in call.operands))
+    return out, lse
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(problem: Problem, *arrays):
+    return _vjp.attend(problem, arrays)
+
+
+@_attend.defjvp
+def _no_tangents(problem, primals, tangents):
+    del problem, primals, tangents
+    raise TypeError(_NO_GRADIENT)
+
+
+def _query(x, cu_query_lengths) -> jax.Array:
+    x = as_array("query", x)
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"query must have dtype bfloat16, float16 or float32, got {x.dtype.name}"
+        )
+    is_ragged = cu_query_lengths is not None
+    if x.ndim != (3 if is_ragged else 4):
+        wanted = (
+            "[tokens, N, H], with cu_query_lengths," if is_ragged else "[B, T, N, H]"
+        )
+        raise ValueError(f"query must have shape {wanted} got shape {x.shape}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"query must have a head size of at least 1, got {x.shape}")
+    return x
+
+
+def _table(table, lengths, pools: Pools) -> dict[str, Named]:
+    table = as_integers("page_table", table)
+    if table.ndim != 2:
+        raise ValueError(
+            f"page_table must have shape [B, C], pages of each sequence, got shape "
+            f"{table.shape}"
+        )
+    of_keys = _lengths("key_value_seq_lengths", lengths, table.shape[0])
+    if of_keys is None:
+        raise TypeError("key_value_seq_lengths must be an array, got NoneType")
+    if table.dtype != jnp.int32:
+        table = clipped(table, -1, np.iinfo(np.int32).max)
+    inside = jnp.clip(of_keys.value, 0, table.shape[1] * pools.page)
+    return {
+        "table": Named(jnp.asarray(table), ("b0", "c")),
+        "lengths": Named(inside, of_keys.axes),
+    }
+
+
+def _lengths(name: str, x, count: int) -> Named | None:
+    if x is None:
+        return None
+    x = as_integers(name, x)
+    if x.shape != (count,):
+        raise ValueError(
+            f"{name} must have shape ({count},) because of page_table's lines, got "
+            f"shape {x.shape}"
+        )
+    return Named(clipped(x, -_options.FAR, _options.FAR), ("b0",))
+
+
+def _slopes(x, batch: int, heads: int) -> Named | None:
+    if x is None:
+        return None
+    x = as_array("alibi_slopes", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"alibi_slopes must have a float dtype, got {x.dtype.name}")
+    shapes: dict[tuple[int, ...], Axes] = {
+        (heads,): ("n",),
+        (batch, heads): ("b0", "n"),
+    }
+    if x.shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(
+            f"alibi_slopes must have shape {expected}, got shape {x.shape}"
+        )
+    return Named(x, shapes[x.shape])
+
+
+def _cut(query, cu_query_lengths, given: dict[str, Named], group: int) -> Ragged:
+    """How the tokens of sequences lie in blocks."""
+    if "query_seq_lengths" in given:
+        raise ValueError(
+            "query_seq_lengths must be None beside cu_query_lengths, got both"
+        )
+    batch = given["table"].shape[0]
+    if not batch:
+        raise ValueError(
+            "page_table must have a line at least beside cu_query_lengths, got shape "
+            f"{given['table'].shape}"
+        )
+    cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
+    assert cu is not None
+    return Ragged.of(query.shape[0], cu.value, group)
+
+
+def _by_block(ragged: Ragged, given: dict[str, Named]) -> dict[str, Named]:
+    """What sequences have one of, for blocks of their queries."""
+    own = {name: x for name, x in given.items() if "b0" in x.axes}
+    found = ragged.of_blocks({name: x.value for name, x in own.items()})
+    axes = {name: own[name].axes if name in own else ("b0",) for name in found}
+    return given | {name: Named(x, axes[name]) for name, x in found.items()}
+
+
+def _score(given: dict[str, Named], shape: Shape, scale, logits_soft_cap) -> Score:
+    factor, of_data = shape.scale(scale)
+    soft_cap = _options.check_soft_cap(logits_soft_cap)
+    slopes, terms = given.get("alibi_slopes"), list[Term]()
+    if slopes is not None:
+        terms.append(Alibi(slopes))
+    if soft_cap is not None:
+        terms.append(SoftCap(soft_cap))
+    return Score(factor, tuple(terms), of_data, given.get("key_scale"))
+
+
+def _masks(
+    given: dict[str, Named], shape: Shape, window, is_causal: bool
+) -> tuple[tuple[Atom, ...], Named]:
+    """The masks, and the positions of the first queries."""
+    lengths, own, queries = given["lengths"], ("b0",), None
+    count: Any = shape.t
+    if "query_seq_lengths" in given:
+        count = jnp.clip(given["query_seq_lengths"].value, 0, shape.t)
+        queries = Named(count, own)
+    masks: list[Atom] = [Lengths(queries, lengths)]
+    if "key_value_seq_starts" in given:
+        first = jnp.clip(given["key_value_seq_starts"].value, 0, shape.s)
+        masks.append(Starts(Named(first, own)))
+    found = _options.check_window(window, is_causal)
+    masks += [] if found is None else [found]
+    last = Named(lengths.value - count, own)
+    return tuple(masks), given.get("offset", last)

@@ -1,0 +1,256 @@
+"""The attention calls of TPU servers, on GPUs: same arguments, same caches.
+
+Servers in JAX (vLLM's plugin, SGLang-JAX, Levanter) call a function of their TPU
+kernels, `ragged_paged_attention`, with one array for keys and values. Here it is with
+`paged_attention` behind it: pass these functions in its place. Arguments that say how a
+TPU divides the work are taken and not used. Queries are not rounded to one byte
+(`q_scale`), and a query without keys gets 0. None of these servers was run with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash2._arrays import as_array
+from jax_flash2._cache import append_to_pages, page_slots
+from jax_flash2._paged import paged_attention
+from jax_flash2._pools import QUANTISED
+
+_LANES = 128  # head sizes of a cache are multiples of it
+
+
+def get_kv_cache_shape(
+    total_num_pages: int,
+    page_size: int,
+    actual_num_kv_heads: int,
+    actual_head_dim: int,
+    kv_dtype: Any,
+) -> tuple[int, int, int, int, int]:
+    """The shape of a cache of `ragged_paged_attention`, as tpu-inference has it.
+
+    Keys and values of a head follow one another, in words of 32 bits:
+
+        [pages, page size, 2 * heads / packing, packing, head size]
+
+    Args:
+      total_num_pages, page_size: of the pool.
+      actual_num_kv_heads, actual_head_dim: of keys; padded where words or lanes of 128
+        are not filled.
+      kv_dtype: of the cache.
+
+    Example:
+      >>> from jax_flash2.servers import get_kv_cache_shape
+      >>> get_kv_cache_shape(1000, 64, 8, 64, "bfloat16")
+      (1000, 64, 8, 2, 128)
+    """
+    packing = 4 // jnp.dtype(kv_dtype).itemsize
+    heads = -(-2 * actual_num_kv_heads // packing)
+    lanes = -(-actual_head_dim // _LANES) * _LANES
+    return total_num_pages, page_size, heads, packing, lanes
+
+
+def ragged_paged_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    *,
+    use_causal_mask: bool = True,
+    update_kv_cache: bool = True,
+    skip_kv_mask: bool = False,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    out_dtype: Any = None,
+    mask_value: float | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_prefill_size: int | None = None,
+    d_block_sizes: tuple[int, int, int, int] | None = None,
+    p_block_sizes: tuple[int, int, int, int] | None = None,
+    m_block_sizes: tuple[int, int, int, int] | None = None,
+    vmem_limit_bytes: int | None = None,
+    debug_mode: bool = False,
+    disable_bounds_checks: bool = True,
+    disable_semaphore_checks: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the keys and values of new tokens, and attends to the cache (version 3).
+
+    Args:
+      queries: [tokens, N, H].
+      keys, values: [tokens, K, H], in the dtype of the cache.
+      kv_cache: of `get_kv_cache_shape`; donate it, and it is written in place.
+      kv_lens: int32 [sequences], keys of each, the new ones among them.
+      page_indices: int32 [sequences * pages of a sequence].
+      cu_q_lens: int32 [sequences + 1], the first token of each sequence.
+      distribution: int32 [3]; its last number is how many sequences there are.
+      use_causal_mask: without it there is no window either.
+      update_kv_cache: if False, the cache has the keys already.
+      sm_scale, soft_cap, k_scale, v_scale: of scores, keys and values.
+      sliding_window: a query attends to so many keys, itself among them.
+      out_dtype: None is float32 for queries in it, bfloat16 for others.
+      skip_kv_mask, mask_value, q_scale and what follows out_dtype: taken, not used.
+
+    Returns:
+      The output [tokens, N, H], 0 for tokens of no sequence, and the cache.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong, as `paged_attention`.
+
+    References: vllm-project/tpu-inference, kernels/ragged_paged_attention/v3 (2026).
+    """
+    del skip_kv_mask, mask_value, q_scale, chunk_prefill_size, d_block_sizes
+    del p_block_sizes, m_block_sizes, vmem_limit_bytes, debug_mode
+    del disable_bounds_checks, disable_semaphore_checks
+    queries, keys, values = (
+        as_array(n, x)
+        for n, x in (("queries", queries), ("keys", keys), ("values", values))
+    )
+    for name, x, axes in (
+        ("queries", queries, "[tokens, N, H]"),
+        ("keys", keys, "[tokens, K, H]"),
+        ("values", values, "[tokens, K, H]"),
+        ("kv_cache", kv_cache, "as get_kv_cache_shape says"),
+    ):
+        if x.ndim != (5 if name == "kv_cache" else 3):
+            raise ValueError(f"{name} must have shape {axes}, got shape {x.shape}")
+    (tokens, n, h), k = queries.shape, keys.shape[1]
+    pages, size = kv_cache.shape[:2]
+    expected = get_kv_cache_shape(pages, size, k, h, kv_cache.dtype)
+    if kv_cache.shape != expected:
+        raise ValueError(
+            f"kv_cache must have shape {expected} (get_kv_cache_shape), got shape "
+            f"{kv_cache.shape}"
+        )
+    group = n // k
+    _, _, words, packing, lanes = kv_cache.shape
+    heads = words * packing // 2
+    cache = kv_cache.reshape(pages, size, heads, 2, lanes)
+
+    def padded(x, axis_heads: int):
+        """Heads that fill words and lanes."""
+        return jnp.pad(x, ((0, 0), (0, axis_heads - x.shape[1]), (0, lanes - h)))
+
+    table = jnp.asarray(page_indices).reshape(kv_lens.shape[0], -1)
+    lengths, cu = _of_sequences(kv_lens, cu_q_lens, distribution[-1])
+    if update_kv_cache:
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        own = jnp.sum(cu[1:] <= token[:, None], axis=1, dtype=jnp.int32)
+        of = jnp.minimum(own, lengths.shape[0] - 1)
+        position = lengths[of] - cu[of + 1] + token
+        position = jnp.where(token < cu[-1], position, -1)
+        slots = page_slots(table[of], position, size)
+        rows = [padded(x.astype(cache.dtype), heads) for x in (keys, values)]
+        scale = 1.0 if cache.dtype in QUANTISED else None
+        scales = {"key_scale": scale, "value_scale": scale}
+        written = append_to_pages(
+            cache, None, rows[0], rows[1], slots, kv_layout="PSK2H", **scales
+        )
+        cache = written[0]
+    out = _attend(
+        padded(queries, heads * group),
+        cache,
+        table,
+        lengths,
+        cu,
+        is_causal=use_causal_mask,
+        sliding_window=sliding_window if use_causal_mask else None,
+        soft_cap=soft_cap,
+        scales=(sm_scale, k_scale, v_scale),
+    )
+    if out_dtype is None:
+        out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
+    return out[:, :n, :h].astype(out_dtype), cache.reshape(kv_cache.shape)
+
+
+def ragged_paged_attention_v2(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> jax.Array:
+    """Attends to a cache that has the new keys already (version 2, JAX's own).
+
+    Args:
+      q: [tokens, N, H].
+      kv_pages: [pages, page size, 2 * K, H], keys and values of a head in turns.
+      kv_lens, cu_q_lens, sm_scale, sliding_window, soft_cap, k_scale, v_scale: as for
+        `ragged_paged_attention`.
+      page_indices: int32 [sequences, pages of a sequence].
+      num_seqs: int32 [1], how many sequences there are.
+      mask_value and what follows v_scale: taken, not used.
+
+    Returns:
+      [tokens, N, H] in the dtype of q, 0 for tokens of no sequence.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong, as `paged_attention`.
+
+    References: `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+    """
+    del mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    pages, size, both, h = kv_pages.shape
+    lengths, cu = _of_sequences(kv_lens, cu_q_lens, num_seqs[0])
+    return _attend(
+        as_array("q", q),
+        kv_pages.reshape(pages, size, both // 2, 2, h),
+        page_indices,
+        lengths,
+        cu,
+        is_causal=True,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        scales=(sm_scale, k_scale, v_scale),
+    )
+
+
+def _of_sequences(kv_lens, cu_q_lens, count) -> tuple[jax.Array, jax.Array]:
+    """Lengths and first tokens, of which those of no sequence are anything."""
+    lengths, cu = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
+    numbers = jnp.arange(cu.shape[0], dtype=jnp.int32)
+    cu = jnp.where(numbers <= count, cu, cu[count])
+    return jnp.where(numbers[:-1] < count, lengths, 0), cu
+
+
+def _attend(
+    q, cache, table, lengths, cu, *, is_causal, sliding_window, soft_cap, scales
+) -> jax.Array:
+    """`paged_attention` of a cache [pages, page size, K, 2, H]."""
+    scale, of_keys, of_values = scales
+    is_quantised = cache.dtype in QUANTISED
+    window = None if sliding_window is None else (sliding_window - 1, 0)
+    out: Any = paged_attention(
+        q,
+        cache,
+        None,
+        table,
+        lengths,
+        cu_query_lengths=cu,
+        value_scale=of_values if is_quantised else None,
+        is_causal=is_causal,
+        local_window_size=window,
+        logits_soft_cap=soft_cap,
+        scale=scale if of_keys is None else scale * of_keys,
+        kv_layout="PSK2H",
+    )
+    return out if is_quantised or of_values is None else out * of_values

@@ -1,0 +1,146 @@
+"""Faults of keys in pages, and of what writes them: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+PAGED = "tests/kernels/test_paged.py -k '{}'"
+CALLS = "tests/api/test_paged_calls.py"
+PAGES = "tests/core/test_pages.py"
+WINDOW = PAGED.format("small_pages_window and triton")
+STARTS = PAGED.format("int8_parts_starts and triton")
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/pages.py",
+        (
+            "an entry of the table that is no page",
+            "return jnp.minimum(jnp.maximum(entry, 0), self.count - 1)",
+            "return jnp.minimum(entry, self.count - 1)",
+            f"{PAGES} -k every_entry",
+        ),
+        (
+            "a row beyond the table",
+            "return minimum(place, places - 1), row - place * self.size",
+            "return place, row - place * self.size",
+            f"{PAGES} -k in_the_table",
+        ),
+    ),
+    *of(
+        "pallas_kernels/layout.py",
+        (
+            "a limit that is not one of the page",
+            "rows.limit - (rows.start - first)",
+            "rows.limit",
+            STARTS,
+        ),
+        (
+            "rows of small pages that do not exist are read",
+            "Scattered(rows.start, rows.size, rows.limit, rows.kept, numbers_of=row)",
+            "Scattered(rows.start, rows.size, numbers_of=row)",
+            WINDOW,
+        ),
+    ),
+    *of(
+        "pallas_kernels/program.py",
+        (
+            "rows beyond a length are read in pages",
+            "rows = Rows(start, rows.size, end)",
+            "rows = Rows(start, rows.size)",
+            STARTS,
+        ),
+        (
+            "rows before a start or a window are read in pages",
+            "kept = None if isinstance(first, int) else rows.numbers >= first",
+            "kept = None",
+            STARTS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/masks/starts.py",
+        (
+            "the first key after a start is dropped",
+            "return kv >= self.first",
+            "return kv > self.first",
+            PAGED.format("int8_parts_starts and xla"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pairs.py",
+        (
+            "values without their scale",
+            "return p if scale is None else p * scale.astype(p.dtype)",
+            "return p",
+            PAGED.format("ragged_int8 and xla"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/spec.py",
+        (
+            "no room for scales of values in float16",
+            "return self.maximum_may_grow or scaled",
+            "return self.maximum_may_grow",
+            PAGED.format("room_in_float16") + " -m ''",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/scores/score.py",
+        (
+            "keys without their scale",
+            "qk = qk * self.key_scale.astype(qk.dtype)",
+            "pass",
+            PAGED.format("ragged_int8 and xla"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/gather.py",
+        (
+            "rows that no query needs are gathered",
+            "inside = (numbers >= self.first[..., None]) & (",
+            "inside = (numbers >= 0) & (",
+            PAGED.format("small_pages_window and xla"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/support.py",
+        (
+            "NaN of a byte is a number",
+            "x = jnp.where(bits & 0x7F == 0x7F, jnp.nan, x)",
+            "pass",
+            PAGED.format("every_code"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/forward.py",
+        (
+            "values are all pieces of keys",
+            'v_block = k_block[: len(here["d"])]',
+            'v_block = k_block[-len(here["d"]) :]',
+            PAGED.format("latent and triton"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_ragged.py",
+        (
+            "a later block of a sequence begins at its first position",
+            'offset = found["lengths"] - count + self.first',
+            'offset = found["lengths"] - count',
+            f"{PAGES} -k tokens",
+        ),
+    ),
+    *of(
+        "jax_flash2/_cache.py",
+        (
+            "a row without a slot is written",
+            "slots = jnp.where((slots >= 0) & (slots < count), slots, count)",
+            "slots = jnp.where(slots < count, jnp.maximum(slots, 0), count)",
+            f"{CALLS} -k layout_says",
+        ),
+        (
+            "a token of no entry has a slot",
+            "return jnp.where(inside, slots, -1).astype(jnp.int32)",
+            "return slots.astype(jnp.int32)",
+            f"{CALLS} -k layout_says",
+        ),
+    ),
+]
