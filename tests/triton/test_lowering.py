@@ -17,7 +17,7 @@ from pallas_kernels import configs, device, tables
 from pallas_kernels.device import Gpu
 from pallas_kernels.triton import addresses, registers, support, tuning
 from tests.cases import CASES, by_name
-from tests.lowering import kernel_modules, lower_for_gpu
+from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
 from tests.tiers import deeply
 
 GPUS = ("NVIDIA H200", "NVIDIA L4")
