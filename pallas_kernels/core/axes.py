@@ -178,7 +178,7 @@ def is_whole(name: str | None) -> bool:
 
 def first_of(name: str | None) -> tuple[str, int] | None:
     """Of an axis of which the first elements are meant: as which axis, and how many."""
-    if name is None or name[0] != "d" or not name[1:].isdigit():
+    if not name or name[0] != "d" or not name[1:].isdigit():
         return None
     return "d", int(name[1:])
 

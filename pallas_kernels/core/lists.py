@@ -38,6 +38,8 @@ class BlockList:
       order: int32 [.., own blocks * others], for each own block the numbers of all
         others: edges, full ones, and those that are not visited, each from first to
         last.
+      ascending: int32 [.., own blocks * others], twice the number of each visited
+        block, from first to last, and 1 more of a full one; then of those not visited.
       edges, count: int32 [.., own blocks], how many of them are edges, and how many are
         visited.
       code: int32 [.., own blocks * others]: 0 of a block that is not visited, 1 of an
@@ -47,6 +49,7 @@ class BlockList:
     """
 
     order: Any
+    ascending: Any
     edges: Any
     count: Any
     code: Any
@@ -68,10 +71,14 @@ class BlockList:
         if size % visited:  # of what lies beyond the rows nothing may be read unmasked
             last = numbers == others - 1
             value = jnp.where(last, jnp.minimum(value, 1), value)
-        # Edges first, then full blocks: one array of distinct numbers to sort.
+        # One array of distinct numbers to sort: edges first, then full blocks.
         rank = jnp.where(value == 0, 2, value - 1)
         ranked = lax.sort(rank * others + numbers, is_stable=False)
         order = lax.rem(ranked, jnp.int32(others))
+        unvisited = jnp.where(value == 0, 2 * others, 0)
+        ascending = unvisited + 2 * numbers + jnp.where(value == 2, 1, 0)
+        ascending = lax.sort(ascending, is_stable=False)
+        ascending = lax.rem(ascending, jnp.int32(2 * others))
 
         def flat(x: jax.Array) -> Named:
             x = x.reshape(*x.shape[: len(lead)], -1)
@@ -80,8 +87,9 @@ class BlockList:
         edges, count = (
             jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (value == 1, value > 0)
         )
-        order, edges, count, value = map(flat, (order, edges, count, value))
-        return cls(order, edges, count, value, own, visited, size)
+        order, ascending = flat(order), flat(ascending)
+        edges, count, value = map(flat, (edges, count, value))
+        return cls(order, ascending, edges, count, value, own, visited, size)
 
     @property
     def others(self) -> int:
@@ -126,6 +134,7 @@ class Walk(NamedTuple):
       known_edges: how many positions are of edges.
       skipped: how many are left out after them.
       lo, mid, hi: the positions to visit, and from which on blocks are full.
+      no_full: 1 if no block is said to be full (`all_edges`), else 0.
     """
 
     blocks: BlockList
@@ -136,6 +145,7 @@ class Walk(NamedTuple):
     lo: Any
     mid: Any
     hi: Any
+    no_full: Any = 0
 
     def _block(self, position):
         """The kernel's block at a position."""
@@ -177,8 +187,13 @@ class Walk(NamedTuple):
         return position < self.mid, self._block(position)
 
     def in_order(self, index) -> tuple[Any, Any]:
-        """As `at`: the order is that of the list."""
-        return self.at(index)
+        """As of `Range`: from first to last, so that few programs wait for turns."""
+        position = self.lo + index
+        entry = divide(position, self.parts)
+        found = self.blocks.ascending.number(self.start + entry)
+        block = divide(found, 2)
+        masked = (found == 2 * block) | (self.no_full > 0)
+        return masked, block * self.parts + (position - entry * self.parts)
 
     def part(self, index, count: int) -> Walk:
         first, last = (
@@ -198,7 +213,8 @@ class Walk(NamedTuple):
         return self._replace(mid=minimum(self.mid + missing, self.hi))
 
     def all_edges(self, on: int | jax.Array = 1) -> Walk:
-        return self._replace(mid=self.mid + on * (self.hi - self.mid))
+        mid = self.mid + on * (self.hi - self.mid)
+        return self._replace(mid=mid, no_full=maximum(self.no_full, on))
 
     def with_a_block(self) -> Walk:
         hi = maximum(self.hi, 1)
