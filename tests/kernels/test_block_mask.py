@@ -21,9 +21,14 @@ from tests.tiers import deep, deeply
 
 SMALL, TALL = Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1)
 BACKENDS = {
-    "xla": {"implementation": "xla", "config": Config(SMALL, SMALL)},
+    "xla": {
+        "implementation": "xla",
+        "config": Config(SMALL, SMALL),
+        "precision": "highest",
+    },
     "triton": {
         "implementation": "triton",
+        "precision": "highest",
         "config": Config(TALL, SMALL, dq=SMALL, dbias=SMALL, interpret=not ON_GPU),
     },
 }
