@@ -22,7 +22,7 @@ import numpy as np
 from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
-from pallas_kernels.core.axes import batch_axes, is_whole, sizes
+from pallas_kernels.core.axes import batch_axes, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.ranges import divide
@@ -190,27 +190,27 @@ class View(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """A view at its place along all axes but a whole one, whose elements are read."""
+    """A view at its place along all axes but a `whole_axis`, to read elements of."""
 
     view: View
     where: Mapping[str, Any]
 
     def number(self, index) -> jax.Array:
         """The element at a number that the program computed, a scalar."""
-        place = (index if is_whole(a) else self.where[a] for a in self.view.axes)
+        place = (index if is_numbered(a) else self.where[a] for a in self.view.axes)
         return self.view.ref[tuple(place)]
 
 
 def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
     """Loads every `View` of a tree whose axes `where` covers; leaves the others.
 
-    One with a whole axis becomes `Elements`.
+    One with a `whole_axis` becomes `Elements`.
     """
 
     def load(leaf):
         if not isinstance(leaf, View):
             return leaf
-        own = [name for name in leaf.axes if not is_whole(name)]
+        own = [name for name in leaf.axes if not is_numbered(name)]
         if not all(name in where for name in own):
             return leaf
         if len(own) < len(leaf.axes):

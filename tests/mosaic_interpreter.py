@@ -264,7 +264,7 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     parameters = _jax("interpret.params").InterpretGPUParams(
         inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=races
     )
-    put(device, "capability", lambda: capability)
+    put(device, "gpu", lambda: device.Gpu.of(None, capability))
     put(device, "gpu_is_here", lambda: True)
     put(device, "multiprocessors", lambda: PROGRAMS)
     put(support, "numbers_along", _numbers_along)

@@ -169,11 +169,16 @@ def whole_axis(size: int) -> str:
     return f"x{size}"
 
 
+def is_numbered(name: str | None) -> bool:
+    """Whether it is a `whole_axis`."""
+    return bool(name) and name.startswith("x")
+
+
 def is_whole(name: str | None) -> bool:
     """Whether each device, and each block, needs all elements of an axis."""
     if name is None:
         return False
-    return name.startswith("x") or name in _OF_PAGES or first_of(name) is not None
+    return is_numbered(name) or name in _OF_PAGES or first_of(name) is not None
 
 
 def first_of(name: str | None) -> tuple[str, int] | None:

@@ -13,6 +13,8 @@ that divides its own.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,6 +124,38 @@ class BlockList:
             beyond = where((edges > 0) & (last == self.others - 1), beyond)
         mid, end = edges * parts - beyond, count * parts - beyond
         return Walk(self, start, parts, mid, beyond, jnp.int32(0), mid, end)
+
+
+def list_of(
+    masks: Sequence[Any],
+    looped: str,
+    tiling: Any,
+    over: Collection[str],
+    relation: Callable[[Any], Any],
+) -> BlockList | None:
+    """The list of the blocks that all masks allow, or None where ranges will do.
+
+    Args:
+      masks: the atoms of a spec.
+      looped: whose blocks are visited, "s" or "t".
+      tiling: the blocks (`masks.Tiling`).
+      over: axes whose elements get one list.
+      relation: of the tiling, what all masks say of each pair of blocks.
+    """
+    if len(masks) == 1:
+        found = masks[0].block_list(looped, tiling)
+        if found is not None and not set(over) & set(found.code.axes):
+            return found
+    if not any(atom.lists_blocks for atom in masks):
+        return None
+    code = relation(tiling).over(over).code(tiling)
+    if 4 * math.prod(code.shape) > MOST_BYTES:
+        return None
+    own, visited, size = tiling.block_q, tiling.block_kv, tiling.kv_size
+    if looped == "t":
+        code = code.ordered((*code.axes[:-2], "j", "i"))
+        own, visited, size = visited, own, tiling.q_size
+    return BlockList.of(code, own=own, visited=visited, size=size)
 
 
 class Walk(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.lists import MOST_BYTES, BlockList, Visited
+from pallas_kernels.core.lists import BlockList, Visited, list_of
 from pallas_kernels.core.masks import Atom, Lengths, Relation, Tiling, Traits
 from pallas_kernels.core.masks.base import joined, without_rows
 from pallas_kernels.core.masks.relation import block_table
@@ -366,7 +365,7 @@ class AttentionSpec:
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
-        found = self._block_list(looped, tiling, over)
+        found = list_of(self.masks, looped, tiling, over, self.relation)
         if found is None:
             relations = [
                 atom.block_relation(tiling).over(over)
@@ -376,23 +375,6 @@ class AttentionSpec:
             blocks = tiling.counts["ts".index(looped)]
             found = block_table(relations, looped, blocks)
         return dataclasses.replace(self.without_lists(), table=found)
-
-    def _block_list(self, looped: str, tiling: Tiling, over) -> BlockList | None:
-        """The list of the blocks that all masks allow, or None where ranges will do."""
-        if len(self.masks) == 1:
-            found = self.masks[0].block_list(looped, tiling)
-            if found is not None and not set(over) & set(found.code.axes):
-                return found
-        if not self.lists_blocks:
-            return None
-        code = self.relation(tiling).over(over).code(tiling)
-        if 4 * math.prod(code.shape) > MOST_BYTES:
-            return None
-        own, visited, size = tiling.block_q, tiling.block_kv, tiling.kv_size
-        if looped == "t":
-            code = code.ordered((*code.axes[:-2], "j", "i"))
-            own, visited, size = visited, own, tiling.q_size
-        return BlockList.of(code, own=own, visited=visited, size=size)
 
     def relation(self, tiling: Tiling) -> Relation:
         """What all masks say of each pair of blocks (fields hold `Named`)."""

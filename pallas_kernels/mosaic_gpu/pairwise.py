@@ -121,7 +121,10 @@ def has_other_arrays(spec: AttentionSpec) -> bool:
     def of_pairs(tree) -> int:
         return sum({"t", "s"} <= set(x.axes) for x in jax.tree.leaves(tree))
 
-    others = [atom for atom in spec.masks if atom.with_pairs(DenseMask) is atom]
+    # What has a mask of pairs as a part of it is not in its place.
+    place = DenseMask(Named(np.bool_(True), ()))
+    masks = (atom.without_lists() for atom in spec.masks)
+    others = [atom for atom in masks if atom.with_pairs(lambda _: place) is not place]
     floats = len(spec.score.pair_operands)
     return of_pairs(others) > 0 or of_pairs(spec.score.terms) > floats
 

@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 
 from tests.cases import by_name
-from tests.kernels.runners import RUNNERS
+from tests.kernels.runners import RUNNERS, WITH_GRADIENTS
 
 # Of several blocks of keys in each kernel: most of the largest scores are in those that
 # have no running maximum.
 LONG = dataclasses.replace(by_name("plain"), batch=(1,), t=70, s=400, n=2, k=1)
-_KERNELS = [name for name in RUNNERS if name.startswith("mosaic_gpu")]
+_KERNELS = [name for name in WITH_GRADIENTS if name.startswith("mosaic_gpu")]
 
 
 def _params():
