@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Layout, Rows, in_pages, load_tree
 
 Where = dict[str, Any]
@@ -71,10 +72,18 @@ def key_blocks(spec: AttentionSpec, where: Where, layout: Layout, start) -> Visi
     return layout.own_blocks(where, blocks)
 
 
-def key_program(spec: AttentionSpec, layout: Layout) -> tuple[AttentionSpec, Where]:
-    """The start of a program that owns a block of key rows: as `query_program`."""
+def key_program(
+    spec: AttentionSpec, layout: Layout, visits: Visits | None = None
+) -> tuple[AttentionSpec, Where]:
+    """The start of a program that owns a block of key rows: as `query_program`.
+
+    Args:
+      visits: what says which block that is, where it is not the one of its number.
+    """
     ids = layout.program_ids()
     j = ids.pop("s")
+    if visits is not None:
+        j = load_tree(visits, (), ids).own_block(j, layout.rows["s"])
     where: Where = {"j": j, **ids}
     spec = load_tree(spec, ("s", "t"), where)
     where["s"] = _keys_at(spec, where, layout, j * layout.rows["s"])

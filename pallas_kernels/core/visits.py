@@ -18,10 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.core.axes import Named, batch_axes, whole_axis
 from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.ranges import Range, divide
 from pallas_kernels.core.spec import AttentionSpec
+
+# Times the mean, above which a block has many visits. Of a causal mask none has.
+MANY_VISITS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -35,10 +38,13 @@ class Visits:
       before: int32 [.., j, i], how many programs before that of block j visit block i
         of queries; meant for those that j visits. Beside a `BlockList` it counts the
         blocks of that, flat along one whole axis.
+      order: int32 [.., own blocks] of a `BlockList`, along one whole axis: the numbers
+        of its blocks of keys in the order in which programs take them; else None.
     """
 
     blocks: Range | BlockList
     before: Any
+    order: Any = None
 
     @classmethod
     def of(
@@ -56,7 +62,7 @@ class Visits:
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",))
         if isinstance(tabled.table, BlockList):
-            return cls._of_list(tabled.table)
+            return cls._of_list(tabled.table, size["s"])
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
         queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
@@ -72,10 +78,31 @@ class Visits:
         return cls(blocks, Named(so_far - visited, (*axes, "i")))
 
     @classmethod
-    def _of_list(cls, blocks: BlockList) -> Visits:
-        met = (blocks.codes().value > 0).astype(jnp.int32)
+    def _of_list(cls, listed: BlockList, keys: int) -> Visits:
+        codes = listed.codes()
+        met = (codes.value > 0).astype(jnp.int32)
+        order = _many_last(jnp.sum(met, axis=-1), last_is_short=keys % listed.own != 0)
+        met = jnp.take_along_axis(met, order[..., None], axis=-2)
         before = lax.cumsum(met, axis=met.ndim - 2) - met
-        return cls(blocks, Named(before.reshape(blocks.code.shape), blocks.code.axes))
+        place = jnp.argsort(order, axis=-1)
+        before = jnp.take_along_axis(before, place[..., None], axis=-2)
+        before = Named(before.reshape(listed.code.shape), listed.code.axes)
+        axes = (*codes.axes[:-2], whole_axis(order.shape[-1]))
+        return cls(listed, before, Named(order, axes))
+
+    def own_block(self, number, rows: int):
+        """The block of keys that a program owns.
+
+        Args:
+          number: of the program among those of its heads and batch entries.
+          rows: of a block of keys.
+        """
+        if self.order is None:
+            return number
+        assert isinstance(self.blocks, BlockList)
+        parts = self.blocks.own // rows
+        entry = divide(number, parts)
+        return self.order.number(entry) * parts + (number - entry * parts)
 
     def before_at(self, where: Mapping[str, Any], block, rows: Mapping[str, int]):
         """How many programs come before the one at `where` at a block of queries.
@@ -130,6 +157,25 @@ class Visits:
         found = Range(*(x.value for x in self.blocks))
         met = _in(found, self.before.shape[-1]).astype(jnp.int32)
         return Named(jnp.sum(met, axis=-2, dtype=jnp.int32), (*batch, "i"))
+
+
+def _many_last(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
+    """The order of blocks of keys: their own, but those with many visits come last.
+
+    Keys that nearly all queries attend to (global tokens among windows) take a program
+    far longer than others take, which must not wait for it in turn.
+
+    Args:
+      visits: int32 [.., blocks], how many blocks of queries each visits.
+      last_is_short: whether the last block has fewer rows, and stays where it is.
+    """
+    count = visits.shape[-1]
+    has_many = count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    kind = has_many.astype(jnp.int32)
+    if last_is_short:
+        kind = jnp.where(numbers == count - 1, 2, kind)
+    return lax.rem(lax.sort(kind * count + numbers), jnp.int32(count))
 
 
 def _in(blocks: Range, count: int) -> jax.Array:

@@ -133,6 +133,24 @@ MUTANTS = [
             VISITS,
         ),
         (
+            "all wait for the program with most visits",
+            "kind = has_many.astype(jnp.int32)",
+            "kind = 0 * numbers",
+            VISITS,
+        ),
+        (
+            "turns are those of blocks in their own order",
+            "met = jnp.take_along_axis(met, order[..., None], axis=-2)",
+            "pass",
+            VISITS,
+        ),
+        (
+            "a short last block is not the last one",
+            "kind = jnp.where(numbers == count - 1, 2, kind)",
+            "kind = kind + 0",
+            VISITS,
+        ),
+        (
             "programs beyond the keys add to dq",
             "count = jnp.minimum(all_parts - number, parts)[:, None]",
             "count = jnp.minimum(all_parts, parts + 0 * number)[:, None]",

@@ -140,7 +140,7 @@ def test_beside_other_masks():
         check([found], [expected])
 
 
-WHOLE = {"implementation": "reference"}
+WHOLE = {"implementation": "reference", "precision": "highest"}
 
 
 @pytest.mark.parametrize("given", [False, True])

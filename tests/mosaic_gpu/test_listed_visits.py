@@ -11,7 +11,8 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from tests.core.test_lists import listed
-from tests.mosaic_gpu.test_visits import check_order, dense
+from tests.mosaic import with_numbers
+from tests.mosaic_gpu.test_visits import check_order, dense, times
 from tests.tiers import deep
 
 
@@ -30,4 +31,31 @@ def test_blocks_of_lists(block):
     mask = DenseMask(Named(mask, ("b0", "t", "s")))
     spec = AttentionSpec(Score(1.0), (listed(mask, size, block),))
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=2)
+    check_order((size, spec, launch))
+
+
+def test_keys_that_all_attend_to(monkeypatch, multiprocessors):
+    """A window with global keys: programs do not wait for the one with most visits.
+
+    Rows are so long that heads come one after the other.
+    """
+    multiprocessors(16)
+    with_numbers(monkeypatch, cached_query_bytes=1)
+    rows = np.arange(1024)
+    apart = rows[:, None] - rows
+    mask = (apart >= 0) & ((apart < 64) | (rows < 20))
+    mask = DenseMask(Named(mask, ("t", "s")))
+    size = {"t": 1024, "s": 1024, "n": 4, "k": 4}
+    spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, 32)),))
+    taken, least = times(size, spec, 16)
+    assert taken < 1.4 * least
+
+
+def test_many_visits_beside_a_short_last_block():
+    """The one with many visits comes before the last one, which has fewer rows."""
+    size = {"t": 256, "s": 456, "n": 1, "k": 1}
+    mask = (np.arange(456) < 20) | (np.arange(256)[:, None] < 16)
+    mask = DenseMask(Named(mask, ("t", "s")))
+    spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, 64)),))
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
     check_order((size, spec, launch))

@@ -353,7 +353,7 @@ class KeyProgram(Program):
     def start(cls, plan: Plan, inputs: Inputs, outputs, refs) -> Self:
         warpgroup, layout = lax.axis_index("warpgroup"), plan.layout
         spec = dataclasses.replace(inputs.spec, keys=None)
-        spec, where = key_program(with_end(spec, layout), layout)
+        spec, where = key_program(with_end(spec, layout), layout, inputs.visits)
         tiles = Tiles.of(spec, where, layout, inputs.visits)
         return cls(plan, inputs, outputs, refs, warpgroup, spec, where, tiles)
 
