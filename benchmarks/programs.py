@@ -219,7 +219,7 @@ class TorchPeer:
                 torch.cuda.synchronize()
 
         note = "key/value heads are repeated before the timing" if repeated else ""
-        return Program(call, wait, results, _torch_memory(torch, call, before), note)
+        return Program(call, wait, results, torch_memory(torch, call, before), note)
 
     def _checked(self, shape: Shape, name: str, x) -> np.ndarray:
         """What `reference` gives, of one result."""
@@ -230,7 +230,7 @@ class TorchPeer:
         return x[:, -shape.group :].sum(1, keepdims=True)  # of the repeated head
 
 
-def _torch_memory(torch, call, nothing: int) -> dict[str, int | None]:
+def torch_memory(torch, call, nothing: int) -> dict[str, int | None]:
     """As `memory`, of a call made here; `nothing`: bytes before there were operands."""
     if not torch.cuda.is_available():
         return {"temp": None, "total": None}
