@@ -46,6 +46,9 @@ _RESULTS_DIR, _COMMIT = options.files()
 FLEX = "FlexAttention (torch)"
 PASSES = "forward", "forward_backward"
 _CHECKED = 2048  # rows of which exact results fit into memory
+# Parts of a row by which an output and a gradient may be off. Where few keys share a
+# row most of dq cancels, and what is left is of the rounding of the output.
+_ALLOWED = 2.0**-5, 2.0**-3
 
 
 def ours(example: Example, **options) -> Callable:
@@ -100,6 +103,8 @@ def _flex_program(shape: Shape, example: Example, which: str, operands) -> Progr
     score_mod, mask_mod = example.functions(torch, arrays)
     rows = shape.length, shape.length
     block_mask = flex.create_block_mask(mask_mod, None, None, *rows, device="cuda")
+    torch._dynamo.reset()  # it gives up after a few functions in one process
+    torch.cuda.empty_cache()
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     owned = (torch.from_dlpack(x).transpose(1, 2) for x in operands)
     *inputs, do = (x.clone(memory_format=torch.contiguous_format) for x in owned)

@@ -201,6 +201,8 @@ def test_maps_and_loops():
 )
 def test_rows_on_several_devices(method):
     """Each device has its part of the lists, of rows that no block divides, too."""
+    if method == "halo" and jax.device_count() < 2:
+        pytest.skip("2 devices")  # `vmap` takes no permutation that leaves one out
     arrays = [jnp.tile(x[:1, :32], (1, 1, N // x.shape[2], 1)) for x in ARRAYS]
     ids = IDS[:32]
     block_mask = make_block_mask(
