@@ -26,13 +26,14 @@ from jax import lax
 
 from pallas_kernels import program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named, first_of
+from pallas_kernels.core.axes import Axes, Named, first_of
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
 from pallas_kernels.triton.merge import merged
+from pallas_kernels.triton.packed import are_packed
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
 _PARTS = 8
@@ -56,7 +57,9 @@ def forward(
       launch: block sizes and the rest.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
-    layout = memory.BlockGrid.of("forward", operands, launch)
+    layout = memory.BlockGrid.of(
+        "forward", operands, launch, packed=_packed(q.dtype, k, v)
+    )
     values_are_keys = _are_first_pieces(v, layout)
     sink = None
     if layout.parts:  # it joins where parts are put together
@@ -118,6 +121,18 @@ def forward(
     o, lse, *largest = found
     whole = merged(o, lse, sink, outputs[:2], interpret=launch.interpret)
     return *whole, *(jnp.max(x.value, axis=x.axes.index("z")) for x in largest)
+
+
+def _packed(dtype, k: Named, v: Named) -> Axes:
+    """The head axes that are loaded in pairs, for products in `dtype`."""
+    if any(map(first_of, v.axes)):  # values are pieces of keys
+        return ()
+    sides = (("h", k), ("d", v))
+    return tuple(
+        name
+        for name, x in sides
+        if x.axes[-1] == name and are_packed(x.dtype, x.shape[-1], dtype)
+    )
 
 
 def _are_first_pieces(v: Named, layout: memory.BlockGrid) -> bool:
