@@ -308,7 +308,9 @@ class Layout(abc.ABC):
         names = self.in_order(names, operands)
         self.heads = heads
         self.looped = {name: size[name] for name in looped}
-        self.parts = self._divided([size[name] for name in names], splits)
+        kinds = {x.dtype.itemsize for x in operands if "p" in x.axes}
+        few_rows = self._programs_of_few_rows(is_byte=1 in kinds)
+        self.parts = self._divided([size[name] for name in names], splits, few_rows)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
@@ -342,17 +344,33 @@ class Layout(abc.ABC):
         del operands
         return names
 
-    def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:
+    def _programs_of_few_rows(self, *, is_byte: bool) -> int:
+        """How many a multiprocessor is to have if a block has all rows, and few; or 0.
+
+        Args:
+          is_byte: whether keys or values have one byte.
+        """
+        has_few = self.size["t"] <= self.rows["t"] <= FEW_ROWS
+        if self._visited != ("s",) or not has_few:
+            return 0
+        return division.number("byte_programs" if is_byte else "few_programs")
+
+    def _divided(
+        self, others: list[int], splits: int | None, few_rows: int
+    ) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
+        longest = None
+        if few_rows and "c" in self.size:
+            longest = max(1, division.number("longest_part") // self.rows["s"])
         return division.parts(
             math.prod(self.num_blocks.values()) * math.prod(others),
             self.elements,
             math.prod(visited),
-            few_rows=self._visited == ("s",)
-            and self.size["t"] <= self.rows["t"] <= FEW_ROWS,
             splits=splits,
+            few_rows=few_rows,
             waves=self.waves,
+            longest=longest,
         )
 
     @property
