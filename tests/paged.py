@@ -255,11 +255,11 @@ def _sinks(rng):
 
 
 def _tree(rng):
-    """Of random parents, another one for each of three sequences."""
+    """Of random parents or none, another one for each of three sequences."""
     mask = np.zeros((3, 5, 5), bool)
     for tree in mask:
         for t in range(5):
-            tree[t] = tree[rng.integers(t)] if t else False
+            tree[t] = tree[rng.integers(t)] if t and rng.random() < 0.7 else False
             tree[t, t] = True
     return mask
 
@@ -275,7 +275,15 @@ PROBLEMS = [
         lengths=(80, 4, 37, 2),
         more=(("local_window_size", 9), ("logits_soft_cap", 5.0), ("sinks", _sinks)),
     ),
-    Problem("int8_parts_starts", kind=INT8, dtype=BF16, splits=2, starts=(3, 0, 20)),
+    Problem(
+        "int8_parts_starts",
+        kind=INT8,
+        dtype=BF16,
+        h=32,
+        d=32,
+        splits=2,
+        starts=(3, 0, 20),
+    ),
     Problem(
         "e4m3_heads_first",
         kind=E4M3,
@@ -324,7 +332,7 @@ PROBLEMS = [
         t=5,
         kind=INT8,
         splits=2,
-        lengths=(80, 3, 37),
+        lengths=(66, 3, 37),
         starts=(3, 0, 20),
         more=(("tree_mask", _tree),),
     ),

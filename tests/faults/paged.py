@@ -69,7 +69,7 @@ MUTANTS = [
             "blocks with keys of a tree are not masked",
             "return Range(0, 0, maximum(positions.offset, 0), size)",
             "return Range(0, 0, size, size)",
-            PAGED.format("tree_int8_parts and xla"),
+            PAGED.format("tree_int8_parts and triton") + " -m ''",
         ),
     ),
     *of(
