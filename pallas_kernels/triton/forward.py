@@ -26,7 +26,7 @@ from jax import lax
 
 from pallas_kernels import program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Axes, Named, first_of
+from pallas_kernels.core.axes import Named, first_of
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
@@ -57,9 +57,7 @@ def forward(
       launch: block sizes and the rest.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
-    layout = memory.BlockGrid.of(
-        "forward", operands, launch, packed=_packed(q.dtype, k, v)
-    )
+    layout = _layout(operands, launch)
     values_are_keys = _are_first_pieces(v, layout)
     sink = None
     if layout.parts:  # it joins where parts are put together
@@ -123,16 +121,17 @@ def forward(
     return *whole, *(jnp.max(x.value, axis=x.axes.index("z")) for x in largest)
 
 
-def _packed(dtype, k: Named, v: Named) -> Axes:
-    """The head axes that are loaded in pairs, for products in `dtype`."""
-    if any(map(first_of, v.axes)):  # values are pieces of keys
-        return ()
-    sides = (("h", k), ("d", v))
-    return tuple(
-        name
-        for name, x in sides
-        if x.axes[-1] == name and are_packed(x.dtype, x.shape[-1], dtype)
+def _layout(operands: list[Named], launch: Launch) -> memory.BlockGrid:
+    """The grid of a call, with the head axes that are loaded in pairs."""
+    q, k, v, *_ = operands
+    packed = tuple(
+        x.axes[-1]
+        for x in (k, v)
+        if x.axes[-1] in ("h", "d") and are_packed(x.dtype, x.shape[-1], q.dtype)
     )
+    if any(map(first_of, v.axes)):  # values are pieces of keys
+        packed = ()
+    return memory.BlockGrid.of("forward", operands, launch, packed=packed)
 
 
 def _are_first_pieces(v: Named, layout: memory.BlockGrid) -> bool:

@@ -54,13 +54,13 @@ class View(layout.View):
 
     def load(self, order, where, padding: float = 0) -> Any:
         """As of a layout's view; a `Packed` tile of a head axis in turns."""
-        pieces = where[self.axes[-1]] if self.axes else None
-        in_turns = isinstance(pieces, tuple) and pieces[0].step > 1
+        first = where[self.axes[-1]] if self.axes else None
+        first = first[0] if isinstance(first, tuple) else None
         lacks = self.interpret or addresses.pallas is None
-        if not in_turns or lacks or self.dtype.itemsize > 1:
+        if lacks or first is None or first.step == 1 or self.dtype.itemsize > 1:
             return super().load(order, where, padding)
         packed = dataclasses.replace(self, is_packed=True)
-        half = {**where, self.axes[-1]: Rows(0, pieces[0].size)}
+        half = {**where, self.axes[-1]: Rows(0, first.size)}
         return Packed(packed.load(order, half, padding), self.dtype)
 
     def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
