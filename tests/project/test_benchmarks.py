@@ -400,6 +400,7 @@ def test_serving_runs_and_says_which_goals_are_met(tmp_path):
     compared = {row["peer"] for row in ours if row["row_error"] is not None}
     assert {"e5m2, pages of 64", "bfloat16, pages of 1", "the chunk"} <= compared
     assert "shared: read once, times as fast" in done.stdout
+    assert figures.sections(tmp_path)["serving"] in done.stdout
 
 
 @pytest.mark.parametrize(
