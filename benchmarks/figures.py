@@ -20,6 +20,7 @@ from benchmarks import (
     model_tables,
     options,
     records,
+    serving_tables,
     tables,
 )
 from benchmarks.peers import OURS
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "cpu": cost_tables.cpu,
     "context": context_tables.context,
     "models": model_tables.models,
+    "serving": serving_tables.serving,
 }
 # Shorter ones, for the README.
 OVERVIEWS = {"attention": tables.overview, "models": model_tables.overview}

@@ -21,7 +21,8 @@ from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Axes, Named
-from pallas_kernels.core.masks import Atom, Lengths, Starts
+from pallas_kernels.core.masks import Atom, Lengths, Starts, Tree
+from pallas_kernels.core.masks.tree import MOST
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.scores import Alibi, Score, SoftCap, Term
 from pallas_kernels.core.spec import AttentionSpec
@@ -45,6 +46,7 @@ def paged_attention(
     key_value_seq_starts: Array | None = None,
     key_scale: float | Array | None = None,
     value_scale: float | Array | None = None,
+    tree_mask: Array | None = None,
     is_causal: bool = True,
     local_window_size: Window | None = None,
     logits_soft_cap: float | None = None,
@@ -93,6 +95,11 @@ def paged_attention(
       key_scale, value_scale: what quantised keys and values are multiplied by, in any
         float dtype: a number or (), [K], [B, K], [P, page, 1] or [P, page, K] (always
         in this order of axes).
+      tree_mask: bool [T, T] or [B, T, T], for trees of speculative tokens: whether
+        query t (second to last axis) attends to the i-th of the newest T keys, as to
+        its ancestors and itself. All attend to the keys before those. T is at most 32.
+        It is in place of `is_causal`, and goes with no window, `alibi_slopes` or
+        `cu_query_lengths`.
       is_causal: if True, a query attends only to keys at or before its position.
       local_window_size, logits_soft_cap, sinks, scale, precision: as in `attention`.
       alibi_slopes: float [N] or [B, N], as in `attention`.
@@ -164,12 +171,24 @@ def paged_attention(
             f"page_table must have a line for each of the {query.shape[0]} sequences "
             f"of query, got shape {given['table'].shape}"
         )
+    tree = _tree(
+        tree_mask,
+        query,
+        batch,
+        {
+            "local_window_size": local_window_size,
+            "alibi_slopes": alibi_slopes,
+            "cu_query_lengths": cu_query_lengths,
+        },
+    )
     rows = given["table"].shape[1] * pools.page
     seen = jax.ShapeDtypeStruct(
         (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
     )
     shape = Shape(query, seen)
+    is_causal = is_causal and tree is None
     masks, offset = _masks(given, shape, local_window_size, is_causal)
+    masks += () if tree is None else (tree,)
     spec = AttentionSpec(
         _score(given, shape, scale, logits_soft_cap),
         masks,
@@ -257,6 +276,25 @@ def _lengths(name: str, x, count: int) -> Named | None:
             f"shape {x.shape}"
         )
     return Named(clipped(x, -_options.FAR, _options.FAR), ("b0",))
+
+
+def _tree(mask, query, batch: int, others: dict[str, Any]) -> Tree | None:
+    """The mask of a tree of tokens; `others` are arguments that it does not go with."""
+    if mask is None:
+        return None
+    mask, t = as_array("tree_mask", mask), query.shape[1]
+    for name, x in others.items():
+        if x is not None:
+            raise ValueError(f"{name} must be None beside tree_mask, got both")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"tree_mask must have dtype bool, got {mask.dtype.name}")
+    if t > MOST:
+        raise ValueError(f"tree_mask must be of at most {MOST} queries, got {t}")
+    shapes: dict[tuple[int, ...], Axes] = {(t, t): ("t",), (batch, t, t): ("b0", "t")}
+    if mask.shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"tree_mask must have shape {expected}, got {mask.shape}")
+    return Tree(Named(Tree.bits(mask), shapes[mask.shape]))
 
 
 def _slopes(x, batch: int, heads: int) -> Named | None:

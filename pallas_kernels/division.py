@@ -33,9 +33,11 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.tables import FEW_ROWS
 
 PARTS = ("y", "z")
+# Tiles of parts for each multiprocessor.
+_MOST_TILES = 16
 
 
-def _number(name: str) -> int:
+def number(name: str) -> int:
     """A number of the table that all kernels have.
 
     enough_programs: programs for each multiprocessor from which on parts would cost
@@ -43,6 +45,10 @@ def _number(name: str) -> int:
     have less to do than others, and those that are left over should be short.
     fewest_blocks: blocks of keys or queries that a part of a range has at least.
     filled_part: the part of the GPU that programs fill if ranges need no division.
+    few_programs, byte_programs: for each multiprocessor, those that ranges are divided
+    to make if blocks have few rows; the second, if keys or values have one byte.
+    longest_part: keys that a part of a table of pages has at most, if blocks have few
+    rows: sequences may be much longer than others, and none should be left at the end.
     """
     return tables.number("triton", name)
 
@@ -52,9 +58,10 @@ def parts(
     elements: int,
     blocks: int,
     *,
-    few_rows: bool,
     splits: int | None,
+    few_rows: int = 0,
     waves: int | None = None,
+    longest: int | None = None,
 ) -> dict[str, int]:
     """Into how many parts the work of each program is divided, by axis.
 
@@ -62,10 +69,13 @@ def parts(
       programs: before.
       elements: heads, or heads and batch entries, that one of them loops over.
       blocks: of keys or queries that it visits at most for each; 1 if it owns both.
-      few_rows: whether it waits for memory most of the time, as a block of few rows.
       splits: how many parts there are to be (`configs.Config`); None chooses.
+      few_rows: of a block of few rows, which waits for memory most of the time, how
+        many programs each multiprocessor is to have; 0 of others.
       waves: programs for each multiprocessor that heads are divided to make; None for
         the table's.
+      longest: blocks that a part has at most, if that does not make too many parts;
+        None for any number.
 
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
@@ -78,12 +88,14 @@ def parts(
     else:
         gpu = device.multiprocessors()
         y = z = 1
-        waves = _number("waves") if waves is None else waves
-        if programs < _number("enough_programs") * gpu:
+        waves = number("waves") if waves is None else waves
+        if programs < number("enough_programs") * gpu:
             y = -(-elements // _run(elements, elements * programs // (waves * gpu)))
-        room = gpu * (2 if few_rows else 1)
-        if programs * y < _number("filled_part") * room:
-            z = max(1, min(blocks // _number("fewest_blocks"), room // (programs * y)))
+        room = gpu * max(1, few_rows)
+        if programs * y < number("filled_part") * room:
+            z = max(1, min(blocks // number("fewest_blocks"), room // (programs * y)))
+        if longest is not None:
+            z = max(z, min(blocks // longest, _MOST_TILES * gpu // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
 
 

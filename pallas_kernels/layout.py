@@ -50,7 +50,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A block of an axis: `size` elements from `start`.
+    """A block of an axis: `size` elements from `start`, every `step`th.
 
     None from `limit` on exist, and none of which `kept` is False, if it is given.
     """
@@ -59,10 +59,12 @@ class Rows:
     size: int
     limit: Any = None
     kept: Any = None
+    step: int = 1
 
     @property
     def numbers(self) -> jax.Array:
-        return self.start + jax.lax.iota(jnp.int32, self.size)
+        numbers = jax.lax.iota(jnp.int32, self.size)
+        return self.start + (numbers if self.step == 1 else numbers * self.step)
 
     @property
     def exists(self) -> jax.Array | None:
@@ -86,6 +88,11 @@ class Rows:
             found.append(cls(start, piece, limit))
             start += piece
         return tuple(found)
+
+    @classmethod
+    def in_turns(cls, size: int, pieces: int) -> tuple[Rows, ...]:
+        """A whole axis in pieces, of which each has every `pieces`th element."""
+        return tuple(cls(i, size // pieces, step=pieces) for i in range(pieces))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +296,8 @@ class Layout(abc.ABC):
         size = sizes(operands)
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
-        self.pieces = {a: pieces(size[a]) for a in ("h", "d") if a in size}
+        own = {a: self.head(a) for a in ("h", "d") if a in size}
+        self.pieces = {a: tuple(x.size for x in rows) for a, rows in own.items()}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
         self.num_blocks = {a: -(-size[a] // self.rows[a]) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share
@@ -300,7 +308,9 @@ class Layout(abc.ABC):
         names = self.in_order(names, operands)
         self.heads = heads
         self.looped = {name: size[name] for name in looped}
-        self.parts = self._divided([size[name] for name in names], splits)
+        kinds = {x.dtype.itemsize for x in operands if "p" in x.axes}
+        few_rows = self._programs_of_few_rows(is_byte=1 in kinds)
+        self.parts = self._divided([size[name] for name in names], splits, few_rows)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
@@ -325,22 +335,42 @@ class Layout(abc.ABC):
         options = {"blocks": launch.blocks, "splits": launch.splits, **more}
         return cls(operands, parallel=parallel, heads=heads, looped=looped, **options)
 
+    def head(self, name: str) -> tuple[Rows, ...]:
+        """The pieces of a whole head axis, `h` or `d`."""
+        return Rows.whole(self.size[name])
+
     def in_order(self, names: list[str], operands) -> list[str]:
         """Axes of heads and batch, the one whose programs run side by side first."""
         del operands
         return names
 
-    def _divided(self, others: list[int], splits: int | None) -> dict[str, int]:
+    def _programs_of_few_rows(self, *, is_byte: bool) -> int:
+        """How many a multiprocessor is to have if a block has all rows, and few; or 0.
+
+        Args:
+          is_byte: whether keys or values have one byte.
+        """
+        has_few = self.size["t"] <= self.rows["t"] <= FEW_ROWS
+        if self._visited != ("s",) or not has_few:
+            return 0
+        return division.number("byte_programs" if is_byte else "few_programs")
+
+    def _divided(
+        self, others: list[int], splits: int | None, few_rows: int
+    ) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
+        longest = None
+        if few_rows and "c" in self.size:
+            longest = max(1, division.number("longest_part") // self.rows["s"])
         return division.parts(
             math.prod(self.num_blocks.values()) * math.prod(others),
             self.elements,
             math.prod(visited),
-            few_rows=self._visited == ("s",)
-            and self.size["t"] <= self.rows["t"] <= FEW_ROWS,
             splits=splits,
+            few_rows=few_rows,
             waves=self.waves,
+            longest=longest,
         )
 
     @property

@@ -218,7 +218,7 @@ def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:
 
 
 def _heads(layout: Layout) -> Where:
-    return {name: Rows.whole(layout.size[name]) for name in ("h", "d")}
+    return {name: layout.head(name) for name in ("h", "d")}
 
 
 def _end(layout: Layout, name: str, start):

@@ -51,9 +51,29 @@ REGIMES = {
     "dropout": "bits made for every pair",
     "bias": "more bytes for every pair: a bias",
     "decode": "at most 64 rows of queries and heads of a group, many keys for each",
+    "paged": "likewise, and the keys lie in pages",
+    "paged rows": "likewise, in pages that no block of 64 rows lies in",
+    "paged byte": "likewise, in elements of one byte, in any pages",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
 }
+
+
+# What serves a regime that a kernel has no blocks for; "plain" if it is not here.
+INSTEAD = {
+    "whole": "short",
+    "paged": "decode",
+    "paged rows": "paged",
+    "paged byte": "paged",
+}
+
+
+def in_order(regime: str) -> list[str]:
+    """The regimes whose blocks serve a call, the first that there are."""
+    found = [regime]
+    while found[-1] in INSTEAD:
+        found.append(INSTEAD[found[-1]])
+    return found if found[-1] == "plain" else [*found, "plain"]
 
 
 def table_path(backend: str, gpu: str) -> Path:
@@ -92,8 +112,8 @@ def read(backend: str, gpu: str | None, family: Family | None = None) -> dict:
 def table(backend: str, gpu: str | None, family: Family | None = None) -> dict:
     """Blocks by kernel, padded head size and regime (`REGIMES`).
 
-    A regime of elements of two bytes that a kernel lacks is as "plain" is, or "whole"
-    as "short"; one of float32 has no tuned blocks then.
+    A regime of elements of two bytes that a kernel lacks is as another one (`INSTEAD`);
+    one of float32 has no tuned blocks then.
 
     Raises:
       ValueError: as `read`, or if the table has none.
@@ -141,6 +161,14 @@ def pair_bytes(spec: AttentionSpec) -> int:
     return sum(jnp.dtype(x.dtype).itemsize for x in tiles)
 
 
+def _of_pages(operands, spec: AttentionSpec) -> str:
+    """Which of the regimes of keys in pages."""
+    assert spec.pages is not None
+    if any(x.dtype.itemsize == 1 for x in operands):
+        return "paged byte"
+    return "paged rows" if spec.pages.size % 64 else "paged"
+
+
 def regime(operands, spec: AttentionSpec) -> str:
     """What is unusual about a call with elements of two bytes, one of `REGIMES`.
 
@@ -150,7 +178,7 @@ def regime(operands, spec: AttentionSpec) -> str:
     """
     size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     if size["t"] <= FEW_ROWS and 16 * size["t"] <= size["s"]:
-        return "decode"
+        return "decode" if spec.pages is None else _of_pages(operands, spec)
     if pair_bytes(spec) > 1:
         return "bias"
     if spec.dropout is not None:

@@ -206,15 +206,23 @@ class Made:
     def expected(self) -> tuple[dict, dict]:
         """The exact results, and those of plain attention, as `tolerances` has them."""
         arrays = self.query, *self.whole
+        own = {"is_causal": True, **self.more}
+        tree = own.pop("tree_mask", None)
         arguments = {
-            "is_causal": True,
-            **self.more,
+            **own,
             "query_offset": self.lengths - self.count,
             "query_seq_lengths": self.count,
             "key_value_seq_lengths": self.lengths,
         }
         s = np.arange(self.whole[0].shape[1])
         arguments["mask"] = (s >= self.starts[:, None])[:, None, None]
+        if tree is not None:
+            number = s - (self.lengths - self.count)[:, None, None]
+            t, inside = np.arange(self.t)[:, None], np.clip(number, 0, self.t - 1)
+            tree = np.broadcast_to(tree, (self.b, self.t, self.t))
+            kept = (number < 0) | tree[np.arange(self.b)[:, None, None], t, inside]
+            arguments["mask"] = arguments["mask"] & kept[:, None]
+            arguments["is_causal"] = False
         rows = self.query.shape[:3]
         cotangents = np.zeros((*rows, self.whole[1].shape[-1])), np.zeros(rows)
         found = []
@@ -246,6 +254,16 @@ def _sinks(rng):
     return np.asarray(rng.standard_normal(4), np.float32)
 
 
+def _tree(rng):
+    """Of random parents or none, another one for each of three sequences."""
+    mask = np.zeros((3, 5, 5), bool)
+    for tree in mask:
+        for t in range(5):
+            tree[t] = tree[rng.integers(t)] if t and rng.random() < 0.7 else False
+            tree[t, t] = True
+    return mask
+
+
 BF16 = jnp.bfloat16
 PROBLEMS = [
     Problem("pages", d=24),
@@ -257,7 +275,15 @@ PROBLEMS = [
         lengths=(80, 4, 37, 2),
         more=(("local_window_size", 9), ("logits_soft_cap", 5.0), ("sinks", _sinks)),
     ),
-    Problem("int8_parts_starts", kind=INT8, dtype=BF16, splits=2, starts=(3, 0, 20)),
+    Problem(
+        "int8_parts_starts",
+        kind=INT8,
+        dtype=BF16,
+        h=32,
+        d=32,
+        splits=2,
+        starts=(3, 0, 20),
+    ),
     Problem(
         "e4m3_heads_first",
         kind=E4M3,
@@ -300,6 +326,15 @@ PROBLEMS = [
         t=2,
         dtype=BF16,
         more=(("is_causal", False),),
+    ),
+    Problem(
+        "tree_int8_parts",
+        t=5,
+        kind=INT8,
+        splits=2,
+        lengths=(66, 3, 37),
+        starts=(3, 0, 20),
+        more=(("tree_mask", _tree),),
     ),
     Problem("odd_pages", page=24, c=4, block=32, lengths=(95, 0, 40)),
 ]

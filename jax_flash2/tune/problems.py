@@ -1,6 +1,7 @@
 """Calls that the tuner times: their shapes, and what they have beside them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,44 @@ class Problem:
             return blocks
         rows = tables.padded(self.queries * self.shape.group)
         return dataclasses.replace(blocks, block_q=min(blocks.block_q, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged(Problem):
+    """Few queries, and keys and values in pages: of `paged_attention`.
+
+    Attributes:
+      page: rows of a page.
+      kind: dtype of the pools; one of one byte has scales for each row and head.
+    """
+
+    page: int = 64
+    kind: Any = jnp.bfloat16
+
+    @classmethod
+    def of(cls, shape: Shape, queries: int, page: int, kind: Any) -> "Paged":
+        pages = shape.batch * shape.length // page
+        order = jax.random.permutation(jax.random.key(1), pages).astype(jnp.int32)
+        arrays = {
+            "page_table": order.reshape(shape.batch, -1),
+            "key_value_seq_lengths": jnp.full(shape.batch, shape.length, jnp.int32),
+        }
+        if jnp.dtype(kind).itemsize == 1:
+            scale = jnp.ones((pages, page, shape.kv_heads), jnp.float32)
+            arrays |= {"key_scale": scale, "value_scale": scale}
+        return cls(shape, arrays=arrays, queries=queries, page=page, kind=kind)
+
+    def rows(self, q: Array, k: Array, v: Array, do: Array) -> tuple[Array, ...]:
+        q, k, v, do = super().rows(q, k, v, do)
+        k, v = (
+            x.reshape(-1, self.page, *x.shape[2:]).astype(self.kind) for x in (k, v)
+        )
+        return q, k, v, do
+
+    def attention(self, implementation: str | None, config: Config | None):
+        def attention(q, k, v, *arrays):
+            more = dict(zip(self.arrays, arrays, strict=True))
+            options = {"implementation": implementation, "config": config}
+            return jax_flash2.paged_attention(q, k, v, **more, **options)
+
+        return attention

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2.tune.problems import HIDDEN, TOKENS, Problem, Shape, random_mask
+from jax_flash2.tune.problems import (
+    HIDDEN,
+    TOKENS,
+    Paged,
+    Problem,
+    Shape,
+    random_mask,
+)
 from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks
 from pallas_kernels.triton import tuning
@@ -17,15 +24,20 @@ BACKEND = "triton"
 KERNELS = configs.KERNELS
 HEAD_SIZES = tuple(tuning.TUNED_SIZES.get(size, size) for size in tables.HEADS)
 REGIMES = tuple(tables.REGIMES)
+# Of few queries: page sizes and kinds of pools, or None for keys without pages.
+_FEW: dict[str, tuple | None] = {
+    "decode": None,
+    "paged": ((64, jnp.bfloat16), (128, jnp.bfloat16)),
+    "paged rows": ((16, jnp.bfloat16),),
+    "paged byte": ((64, jnp.int8), (64, jnp.float8_e4m3fn)),
+}
 _REGISTERS = 65536  # of a multiprocessor
 
 
 def kernels(regime: str, head_size: int) -> list[str]:
     if head_size > 256 and regime not in ("plain", "float32"):
         return []  # as those
-    names = (
-        ["forward"] if regime == "decode" else tuning.kernels((head_size, head_size))
-    )
+    names = ["forward"] if regime in _FEW else tuning.kernels((head_size, head_size))
     with_operand = regime in ("plain", "bias")
     return [name for name in names if name != "dbias" or with_operand]
 
@@ -44,7 +56,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"pair_bytes": pair_bytes, **room}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
-    if regime == "decode":  # its block of queries holds them all
+    if regime in _FEW:  # its block of queries holds them all
         shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
         found += itertools.starmap(Blocks, shapes)
         return [
@@ -144,11 +156,14 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(512, False)),
             Problem(shape(512, False), arrays={"key_value_seq_lengths": lengths}),
         ]
-    if regime == "decode":
-        return [
-            Problem(Shape(b, s, 32, k, head_size, True, "bfloat16"), queries=t)
-            for b, t, s, k in ((16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8))
-        ]
+    if regime in _FEW:
+        pools, found = _FEW[regime], []
+        for b, t, s, k in ((16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8)):
+            of = Shape(b, s, 32, k, head_size, True, "bfloat16")
+            if pools is None:
+                found.append(Problem(of, queries=t))
+            found += [Paged.of(of, t, *pool) for pool in pools or ()]
+        return found
     if regime == "heavy":
         mask = random_mask(4096)
         return [

@@ -34,7 +34,7 @@ except ImportError:
 # Private names: without one of them kernels are as right, and less fast.
 _NAMES = """
     _add _bcast_to _dtype_to_ir_type _ensure_ir_value _expand_dims _full _ir_cast _load
-    _make_range _mul _store pallas_core register_lowering
+    _make_range _mul _store pallas_core register_lowering tt_dialect
 """
 _has_names = all(hasattr(lowering, name) for name in _NAMES.split())
 pallas: Any = lowering if _has_names else None
@@ -45,7 +45,13 @@ _store.multiple_results = True
 
 
 def load(
-    ref: Any, index: tuple, mask: jax.Array | None, other: Any, *, interpret: bool
+    ref: Any,
+    index: tuple,
+    mask: jax.Array | None,
+    other: Any,
+    *,
+    interpret: bool,
+    packed: bool = False,
 ) -> jax.Array:
     """The block of an input at `index`.
 
@@ -56,6 +62,8 @@ def load(
       mask: which elements exist, in the shape of the block; None for all.
       other: what the others are loaded as.
       interpret: whether the kernel runs in Pallas's interpreter.
+      packed: whether two elements of one byte, side by side in the last axis, are
+        loaded as one int16; the index counts those.
     """
     if not _ours(interpret):
         if mask is not None:  # a number alone does not become one of a byte
@@ -63,7 +71,8 @@ def load(
         return plgpu.load(ref.at[_spread(index)], mask=mask, other=other)
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
-    return _load.bind(ref, *starts, *masks, sizes=sizes, other=other)
+    static = {"sizes": sizes, "steps": _steps(index), "packed": packed}
+    return _load.bind(ref, *starts, *masks, other=other, **static)
 
 
 def store(
@@ -71,11 +80,11 @@ def store(
 ) -> None:
     """Writes the block of an output at `index`, where `mask` is set."""
     if not _ours(interpret):
-        plgpu.store(ref.at[index], value, mask=mask)
+        plgpu.store(ref.at[_spread(index)], value, mask=mask)
         return
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
-    _store.bind(ref, value, *starts, *masks, sizes=sizes)
+    _store.bind(ref, value, *starts, *masks, sizes=sizes, steps=_steps(index))
 
 
 def _ours(interpret: bool) -> bool:
@@ -112,18 +121,27 @@ def _cut(index: tuple) -> tuple[list[jax.Array], tuple[int | None, ...]]:
     return starts, tuple(sizes)
 
 
+def _steps(index: tuple) -> tuple[int, ...]:
+    """How far the elements of each axis lie from each other."""
+    return tuple(x.stride if isinstance(x, pl.Slice) else 1 for x in index)
+
+
 def _spread(index: tuple) -> tuple:
-    """For Pallas, which takes no slice beside an array: arrays alone, if any is one."""
+    """For Pallas, which takes no slice beside an array: arrays alone, if any is one.
+
+    So too where a slice has a step.
+    """
     arrays = [i for i, place in enumerate(index) if _is_array(place)]
-    if not arrays:
+    if not arrays and max(_steps(index), default=1) == 1:
         return index
     axes = [
-        i for i, x in enumerate(index) if isinstance(x, pl.Slice) or i == arrays[-1]
+        i for i, x in enumerate(index) if isinstance(x, pl.Slice) or i in arrays[-1:]
     ]
 
     def spread(i: int, place):
         if isinstance(place, pl.Slice):
-            numbers = place.start + jax.lax.iota(jnp.int32, int(place.size))
+            numbers = jax.lax.iota(jnp.int32, int(place.size)) * place.stride
+            numbers = numbers + place.start
         elif i in arrays:
             i, numbers = arrays[-1], place
         else:
@@ -137,19 +155,19 @@ def _spread(index: tuple) -> tuple:
 
 
 @_load.def_abstract_eval
-def _(ref, *_, sizes, other):
-    del other
+def _(ref, *_, sizes, steps, other, packed):
+    del steps, other
     shape = tuple(size for size in sizes if size is not None)
-    return jax.core.ShapedArray(shape, ref.dtype)
+    return jax.core.ShapedArray(shape, jnp.int16 if packed else ref.dtype)
 
 
 @_store.def_effectful_abstract_eval
-def _(*_, sizes):
-    del sizes
+def _(*_, sizes, steps):
+    del sizes, steps
     return [], {WriteEffect(0)}
 
 
-def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
+def _addresses(info, pointer: ir.Value, starts, sizes, steps, pack=1) -> ir.Value:
     """Of the elements of a block.
 
     Args:
@@ -158,7 +176,11 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
       starts: in what the program sees, an iterator over numbers, or vectors of them
         along one axis of the block.
       sizes: in each axis of that; None for an axis that the block lacks.
+      steps: in each axis, how far its elements lie from each other.
+      pack: elements of the last axis that are one of what the pointer is to.
     """
+    *outer, last = info.full_shape_dtype.shape
+    whole = *outer, last // pack
     wide = ir.IntegerType.get_signless(64)
     shape = [size for size in sizes if size is not None]
     first, distances, of_rows, row_axis = pallas._full(wide, 0), None, [], 0
@@ -167,15 +189,15 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
         start = pallas._ir_cast(start, wide, signed=True)
         return pallas._add(first, pallas._mul(start, pallas._full(wide, stride)))
 
-    axis, seen = 0, iter(sizes)
+    axis, seen = 0, zip(sizes, steps, strict=True)
     for i, place in enumerate(info.start_indices):
-        stride = math.prod(info.full_shape_dtype.shape[i + 1 :])
+        stride = math.prod(whole[i + 1 :])
         if place is not None:
             place = pallas._ensure_ir_value(place, jax.core.ShapedArray((), np.int32))
             first = advanced(place, stride)
         if isinstance(info.block_shape[i], pallas.pallas_core.Squeezed):
             continue
-        start, size = next(starts), next(seen)
+        start, (size, step) = next(starts), next(seen)
         is_vector = isinstance(start.type, ir.RankedTensorType)
         if is_vector:
             start = pallas._ir_cast(start, wide, signed=True)
@@ -191,7 +213,7 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
         for other in range(len(shape)):
             if other != axis:
                 numbers = pallas._expand_dims(numbers, other)
-        numbers = pallas._mul(numbers, pallas._full(numbers.type, stride))
+        numbers = pallas._mul(numbers, pallas._full(numbers.type, stride * step))
         numbers = pallas._bcast_to(numbers, shape)
         distances = numbers if distances is None else pallas._add(distances, numbers)
         axis += 1
@@ -207,9 +229,16 @@ def _addresses(info, pointer: ir.Value, starts, sizes) -> ir.Value:
     return begin if distances is None else pallas._add(begin, distances)
 
 
-def _lower_load(ctx, pointer: ir.Value, *operands, sizes, other) -> ir.Value:
+def _lower_load(
+    ctx, pointer: ir.Value, *operands, sizes, steps, other, packed
+) -> ir.Value:
     values = map(pallas._ensure_ir_value, operands, ctx.avals_in[1:])
-    addresses = _addresses(ctx.block_infos[0], pointer, values, sizes)
+    if packed:
+        pair = ir.IntegerType.get_signless(16)
+        pair = pallas.tt_dialect.PointerType.get(pair, 1)
+        pointer = pallas.tt_dialect.bitcast(pair, pointer)
+    places = values, sizes, steps, 1 + packed
+    addresses = _addresses(ctx.block_infos[0], pointer, *places)
     mask = next(values, None)
     if mask is None:
         return pallas._load(addresses)
@@ -219,10 +248,10 @@ def _lower_load(ctx, pointer: ir.Value, *operands, sizes, other) -> ir.Value:
     return pallas._load(addresses, mask=mask, other=padding)
 
 
-def _lower_store(ctx, pointer: ir.Value, *operands, sizes) -> list:
+def _lower_store(ctx, pointer: ir.Value, *operands, sizes, steps) -> list:
     values = map(pallas._ensure_ir_value, operands, ctx.avals_in[1:])
     value = next(values)
-    addresses = _addresses(ctx.block_infos[0], pointer, values, sizes)
+    addresses = _addresses(ctx.block_infos[0], pointer, values, sizes, steps)
     pallas._store(addresses, value, mask=next(values, None))
     return []
 

@@ -33,6 +33,7 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
 from pallas_kernels.triton.merge import merged
+from pallas_kernels.triton.packed import are_packed
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
 _PARTS = 8
@@ -56,7 +57,7 @@ def forward(
       launch: block sizes and the rest.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *outputs]
-    layout = memory.BlockGrid.of("forward", operands, launch)
+    layout = _layout(operands, launch)
     values_are_keys = _are_first_pieces(v, layout)
     sink = None
     if layout.parts:  # it joins where parts are put together
@@ -118,6 +119,19 @@ def forward(
     o, lse, *largest = found
     whole = merged(o, lse, sink, outputs[:2], interpret=launch.interpret)
     return *whole, *(jnp.max(x.value, axis=x.axes.index("z")) for x in largest)
+
+
+def _layout(operands: list[Named], launch: Launch) -> memory.BlockGrid:
+    """The grid of a call, with the head axes that are loaded in pairs."""
+    q, k, v, *_ = operands
+    packed = tuple(
+        x.axes[-1]
+        for x in (k, v)
+        if x.axes[-1] in ("h", "d") and are_packed(x.dtype, x.shape[-1], q.dtype)
+    )
+    if any(map(first_of, v.axes)):  # values are pieces of keys
+        packed = ()
+    return memory.BlockGrid.of("forward", operands, launch, packed=packed)
 
 
 def _are_first_pieces(v: Named, layout: memory.BlockGrid) -> bool:

@@ -15,11 +15,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.axes import Named, first_of, is_whole
+from pallas_kernels.core.axes import Axes, Named, first_of, is_whole
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.layout import Rows
 from pallas_kernels.tables import padded
 from pallas_kernels.triton import addresses, support
+from pallas_kernels.triton.packed import Packed
 from pallas_kernels.triton.registers import with_registers
 
 # Pallas computes places in an array as int32 (JAX 0.10.2 to 0.12.0.1): of scalars, and
@@ -49,10 +50,23 @@ class View(layout.View):
     """A Ref in a Triton kernel."""
 
     interpret: bool  # of `Launch`
+    is_packed: bool = False  # two elements of the last axis at a time
+
+    def load(self, order, where, padding: float = 0) -> Any:
+        """As of a layout's view; a `Packed` tile of a head axis in turns."""
+        first = where[self.axes[-1]] if self.axes else None
+        first = first[0] if isinstance(first, tuple) else None
+        lacks = self.interpret or addresses.pallas is None
+        if lacks or first is None or first.step == 1 or self.dtype.itemsize > 1:
+            return super().load(order, where, padding)
+        packed = dataclasses.replace(self, is_packed=True)
+        half = {**where, self.axes[-1]: Rows(0, first.size)}
+        return Packed(packed.load(order, half, padding), self.dtype)
 
     def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
         at = _slices(index)
-        return addresses.load(self.ref, at, mask, other, interpret=self.interpret)
+        options = {"interpret": self.interpret, "packed": self.is_packed}
+        return addresses.load(self.ref, at, mask, other, **options)
 
     def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
         at = _slices(index)
@@ -63,7 +77,7 @@ def _slices(index: tuple) -> tuple:
     def place(x):
         if not isinstance(x, Rows):
             return x
-        return pl.ds(x.start, x.size) if x.places is None else x.places
+        return pl.ds(x.start, x.size, x.step) if x.places is None else x.places
 
     return tuple(map(place, index))
 
@@ -80,11 +94,20 @@ def _program(name: str, group: int = 1) -> Callable[[Mapping[str, Any]], Any]:
 
 
 class BlockGrid(layout.Layout):
-    """The grid of a kernel, and where each operand's block lies in it."""
+    """The grid of a kernel, and where each operand's block lies in it.
 
-    def __init__(self, operands, *, blocks: Blocks, **arguments):
+    `packed` are the head axes whose elements are loaded in pairs.
+    """
+
+    def __init__(self, operands, *, blocks: Blocks, packed: Axes = (), **arguments):
+        self._packed = packed
         super().__init__(operands, blocks=blocks, **arguments)
         self._max_registers = blocks.max_registers
+
+    def head(self, name: str) -> tuple[Rows, ...]:
+        if name in self._packed:
+            return Rows.in_turns(self.size[name], 2)
+        return super().head(name)
 
     def program_ids(self) -> dict[str, jax.Array]:
         own = *self.num_blocks, *self.parts

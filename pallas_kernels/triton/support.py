@@ -15,6 +15,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import configs, device
 from pallas_kernels.core import axes, pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
+from pallas_kernels.core.flash2 import Block
+from pallas_kernels.triton.packed import Packed
 from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
 
 # Of functions of pairs: what kernels make of them (`Call.lacking`).
@@ -78,7 +80,9 @@ def arithmetic(dtype, interpret: bool) -> Arithmetic:
     )
 
 
-def _widened(x: jax.Array, dtype) -> jax.Array:
+def _widened(x: jax.Array | Packed, dtype) -> Block:
+    if isinstance(x, Packed):
+        return x.unpacked(dtype)
     if x.dtype == jnp.float8_e4m3fn and device.capability() < 89:
         # No instruction converts it. Its bits, moved, are a float16 of 2^-8 the size,
         # but those of NaN.

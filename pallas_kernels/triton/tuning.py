@@ -317,9 +317,7 @@ def _candidates(
     smaller = next(blocks for n, blocks in smaller.items() if size <= int(n))
     regime = {x: name for name, x in ITEMSIZES.items()}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
-    names = [regime]
-    if itemsize == 2:
-        names += ["short", "plain"] if regime == "whole" else ["plain"]
+    names = tables.in_order(regime) if itemsize == 2 else [regime]
     found = []
     for blocks in (tuned[name] for name in names if name in tuned):
         fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)

@@ -127,6 +127,32 @@ WRONG = {
     ),
     "slopes": ({"alibi_slopes": jnp.ones(3)}, ValueError, "alibi_slopes (4,) (3,)"),
     "sinks": ({"sinks": jnp.ones(3)}, ValueError, "sinks (4,) (3,)"),
+    "tree_shape": (
+        {"tree_mask": jnp.ones((T, N), bool)},
+        ValueError,
+        "tree_mask (3, 3) (2, 3, 3) (3, 4)",
+    ),
+    "tree_dtype": ({"tree_mask": jnp.ones((T, T))}, TypeError, "tree_mask float32"),
+    "tree_size": (
+        {"query": jnp.ones((B, 33, N, H)), "tree_mask": jnp.ones((33, 33), bool)},
+        ValueError,
+        "tree_mask 32 33",
+    ),
+    "tree_and_window": (
+        {"tree_mask": jnp.ones((T, T), bool), "local_window_size": 3},
+        ValueError,
+        "local_window_size tree_mask",
+    ),
+    "tree_and_slopes": (
+        {"tree_mask": jnp.ones((T, T), bool), "alibi_slopes": jnp.ones(N)},
+        ValueError,
+        "alibi_slopes tree_mask",
+    ),
+    "tree_and_cu": (
+        {**CU, "tree_mask": jnp.ones((T, T), bool)},
+        ValueError,
+        "cu_query_lengths tree_mask",
+    ),
     "causal": ({"is_causal": 1}, TypeError, "is_causal bool 1"),
     "splits": ({"config": Config(splits=9)}, ValueError, "splits=9 24"),
     "implementation": (

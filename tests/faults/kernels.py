@@ -271,8 +271,8 @@ _TRITON = [
         "pallas_kernels/triton/addresses.py",
         (
             "a doubled stride",
-            "stride = math.prod(info.full_shape_dtype.shape[i + 1 :])",
-            "stride = 2 * math.prod(info.full_shape_dtype.shape[i + 1 :])",
+            "stride = math.prod(whole[i + 1 :])",
+            "stride = 2 * math.prod(whole[i + 1 :])",
             ADDRESSES,
         ),
         (

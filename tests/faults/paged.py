@@ -7,6 +7,7 @@ from tests.faults.kernels import of
 PAGED = "tests/kernels/test_paged.py -k '{}'"
 CALLS = "tests/api/test_paged_calls.py"
 PAGES = "tests/core/test_pages.py"
+LOWERED = "tests/triton/test_paged_lowering.py -k '{}'"
 WINDOW = PAGED.format("small_pages_window and triton")
 STARTS = PAGED.format("int8_parts_starts and triton")
 
@@ -39,6 +40,54 @@ MUTANTS = [
             "Scattered(rows.start, rows.size, rows.limit, rows.kept, numbers_of=row)",
             "Scattered(rows.start, rows.size, numbers_of=row)",
             WINDOW,
+        ),
+    ),
+    *of(
+        "pallas_kernels/layout.py",
+        (
+            "the second column of a pair is the first",
+            "return tuple(cls(i, size // pieces, step=pieces) for i in range(pieces))",
+            "return tuple(cls(0, size // pieces, step=pieces) for i in range(pieces))",
+            STARTS,
+        ),
+        (
+            "a part of a long table is as long as the table",
+            'if few_rows and "c" in self.size:',
+            'if few_rows and "p" in self.names:',
+            LOWERED.format("long_tables"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/masks/tree.py",
+        (
+            "the key before a tree is one of it",
+            "return (number < 0) | (bit != 0)",
+            "return (number < -1) | (bit != 0)",
+            PAGED.format("tree_int8_parts and xla"),
+        ),
+        (
+            "blocks with keys of a tree are not masked",
+            "return Range(0, 0, maximum(positions.offset, 0), size)",
+            "return Range(0, 0, size, size)",
+            PAGED.format("tree_int8_parts and triton") + " -m ''",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/__init__.py",
+        (
+            "look-ups of pages take stages of keys",
+            "stages = 2 * blocks.num_stages - 1",
+            "stages = blocks.num_stages",
+            LOWERED.format("stages_of_their_own"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/packed.py",
+        (
+            "elements of one byte are loaded one by one",
+            "return size >= 32 and size & (size - 1) == 0",
+            "return False",
+            LOWERED.format("kernels_lower and int8"),
         ),
     ),
     *of(

@@ -189,16 +189,17 @@ def test_parts_of_a_range_are_the_range(a, b, c, d, count):
 @pytest.mark.parametrize(
     ("programs", "elements", "blocks", "few", "expected"),
     [
-        (2048, 8, 64, False, {}),  # enough programs
-        (128, 8, 128, False, {"y": 8}),  # few key heads
-        (128, 32, 32, False, {"y": 16}),
-        (512, 16, 1, False, {}),  # a bias with enough tiles
-        (4, 4096, 1, False, {"y": 512}),  # and with few
-        (128, 71, 32, False, {"y": 9}),  # which no number divides
-        (128, 1, 512, True, {"z": 2}),  # decoding
-        (8, 1, 64, True, {"z": 16}),  # as many as there are blocks for
-        (8, 1, 3, True, {}),
-        (32, 1, 800, False, {"z": 4}),  # few heads and few queries
+        (2048, 8, 64, 0, {}),  # enough programs
+        (128, 8, 128, 0, {"y": 8}),  # few key heads
+        (128, 32, 32, 0, {"y": 16}),
+        (512, 16, 1, 0, {}),  # a bias with enough tiles
+        (4, 4096, 1, 0, {"y": 512}),  # and with few
+        (128, 71, 32, 0, {"y": 9}),  # which no number divides
+        (128, 1, 512, 2, {"z": 2}),  # decoding
+        (128, 1, 512, 3, {"z": 3}),  # more programs of each multiprocessor
+        (8, 1, 64, 2, {"z": 16}),  # as many as there are blocks for
+        (8, 1, 3, 2, {}),
+        (32, 1, 800, 0, {"z": 4}),  # few heads and few queries
     ],
 )
 def test_the_choice_follows_from_counts(
@@ -210,13 +211,28 @@ def test_the_choice_follows_from_counts(
 
 
 @given(
-    st.integers(1, 10**5), st.integers(1, 10**4), st.integers(1, 10**4), st.booleans()
+    *(st.integers(1, 10**n) for n in (5, 4, 4)),
+    st.integers(0, 3),
+    st.none() | st.integers(1, 128),
 )
-def test_parts_are_bounded(programs, elements, blocks, few):
-    found = division.parts(programs, elements, blocks, few_rows=few, splits=None)
+def test_parts_are_bounded(programs, elements, blocks, few, longest):
+    options = {"few_rows": few, "splits": None, "longest": longest}
+    found = division.parts(programs, elements, blocks, **options)
     assert found.get("y", 1) <= elements and found.get("z", 1) <= blocks
     count = found.get("y", 1) * found.get("z", 1)
     assert not found or programs * count <= 16 * device.multiprocessors()
+
+
+def test_parts_of_a_long_table_are_short(monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+
+    def parts(programs):
+        options = {"few_rows": 2, "splits": None, "longest": 128}
+        return division.parts(programs, 1, 512, **options)
+
+    assert parts(512) == {"z": 4}
+    assert parts(1056) == {"z": 2}  # as many as there is room for
+    assert parts(4096) == {}
 
 
 def test_packed_rows_unpack():

@@ -390,6 +390,19 @@ def test_kernels_of_a_models_calls():
     assert done.returncode and "--calls=nothing: found in no call's name" in done.stderr
 
 
+@deep
+def test_serving_runs_and_says_which_goals_are_met(tmp_path):
+    done = ran("serving", "--quick", "--small", f"--results_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rows = records.newest(tmp_path, "serving")
+    ours = [row for row in rows if row["failure"] is None]
+    assert not any(row["wrong"] for row in ours)
+    compared = {row["peer"] for row in ours if row["row_error"] is not None}
+    assert {"e5m2, pages of 64", "bfloat16, pages of 1", "the chunk"} <= compared
+    assert "shared: read once, times as fast" in done.stdout
+    assert figures.sections(tmp_path)["serving"] in done.stdout
+
+
 @pytest.mark.parametrize(
     "name", ["attention", *deeply(*(name for name in MAINS if name != "attention"))]
 )

@@ -14,7 +14,7 @@ from absl import app, flags
 from absl.testing import flagsaver
 from flax import nnx
 
-from benchmarks import gpt, text, train_gpt
+from benchmarks import generate, gpt, text, train_gpt
 from benchmarks.parallel import Parallel
 from tests.tiers import deep, deeply
 
@@ -299,3 +299,17 @@ def test_generate(temperature):
     assert len(sample) == 20
     # A longer buffer changes nothing in what comes before: attention is causal.
     assert make(b"The ", 30)[:20] == sample
+
+
+@deep
+def test_every_cache_gives_the_same_bytes():
+    """Of a model that was not trained; int8 moves logits that lie close together."""
+    config = dataclasses.replace(train_gpt.PRESETS["tiny"].model, width=64)
+    model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
+    prompts, common = generate.prompts_of(3)
+    assert common == 64 and (prompts[:, :common] == prompts[0, :common]).all()
+    found = {name: x for name, x, _ in generate.samples(model, prompts, common, 20)}
+    assert len(np.unique(found["dense"])) > 2
+    for name in ("pages", "shared"):
+        np.testing.assert_array_equal(found[name], found["dense"])
+    assert np.mean(found["int8"] == found["dense"]) > 0.5

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash2 import paged_attention
+from jax_flash2 import Blocks, Config, paged_attention
 from tests.lowering import kernel_modules, lower_for_gpu
 from tests.paged import E4M3, E5M2, INT8
 from tests.tiers import deep
@@ -25,8 +25,8 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def lowered(gpu: int, kind, page: int, pages: int = 1024, heads=(8, 128, 128)):
-    """The forward kernel of one token for each of 8 sequences of 4,096 keys at most."""
+def program(gpu: int, kind, page: int, pages: int = 1024, heads=(8, 128, 128), **more):
+    """A program of one token for each of 8 sequences of 4,096 keys at most."""
     k, h, d = heads
     ints = functools.partial(struct, dtype=jnp.int32)
     data = {
@@ -44,9 +44,14 @@ def lowered(gpu: int, kind, page: int, pages: int = 1024, heads=(8, 128, 128)):
         data |= {"key_scale": scale, "value_scale": scale}
 
     def call(data):
-        return paged_attention(**data, **fixed, implementation="triton")
+        return paged_attention(**data, **fixed, **more, implementation="triton")
 
-    return kernel_modules(lower_for_gpu(call, data, device=GPUS[gpu]))["flash2_forward"]
+    return lower_for_gpu(call, data, device=GPUS[gpu])
+
+
+def lowered(*arguments, **options) -> str:
+    """The forward kernel of a `program`."""
+    return kernel_modules(program(*arguments, **options))["flash2_forward"]
 
 
 @pytest.mark.parametrize("page", [pytest.param(16, id="rows"), 64])
@@ -59,6 +64,36 @@ def test_kernels_lower(gpu, kind, page):
     # For each block of keys one entry of the table is read, or one for each row.
     rows = re.findall(r"tt\.load .* : tensor<64x!tt\.ptr<i32>>", text)
     assert bool(rows) == (page == 16)
+    # Elements of one byte come in pairs, of which instructions make elements of two.
+    in_pairs = "tensor<64x64x!tt.ptr<i16>>" in text
+    assert in_pairs == (kind in ("int8", "e5m2") or (kind == "e4m3" and gpu > 80))
+
+
+def test_look_ups_of_pages_have_stages_of_their_own():
+    config = Config(forward=Blocks(16, 64, num_warps=2, num_stages=3))
+    text = program(90, jnp.bfloat16, 64, config=config)
+    assert re.findall(r"num_stages = (\d+)", text)[0] == "5"
+
+
+def test_sequences_of_long_tables_are_cut_in_short_parts():
+    """Whatever their lengths are, programs of 8,192 keys at most; two of 16,384."""
+    assert not parts_of(8192)
+    assert parts_of(16384) == 2
+
+
+def parts_of(keys: int) -> int | None:
+    """Of each of 64 sequences of 8 key heads, which fill the GPU by themselves."""
+    ints = functools.partial(struct, dtype=jnp.int32)
+    pools = {f"{name}_pages": struct(8, 64, 8, 128) for name in ("key", "value")}
+    data = pools | {"query": struct(64, 1, 32, 128)}
+    data |= {"page_table": ints(64, keys // 64), "key_value_seq_lengths": ints(64)}
+
+    def call(data):
+        return paged_attention(**data, implementation="triton")
+
+    text = lower_for_gpu(call, data, device=GPUS[90])
+    found = re.findall(r"tensor<(\d+)x64x8x4x128xf32>|$", text)
+    return int(found[0]) if found[0] else None
 
 
 def test_pools_are_addressed_in_64_bits():

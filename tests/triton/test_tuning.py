@@ -52,7 +52,7 @@ IDS = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 
 
-def _regimes(monkeypatch, shapes, arguments) -> set[str]:
+def _regimes_of(monkeypatch, call, shapes) -> set[str]:
     """For which blocks are chosen, of a forward pass."""
     found, choose = set(), tuning.choose
 
@@ -61,6 +61,11 @@ def _regimes(monkeypatch, shapes, arguments) -> set[str]:
         return choose(kernel, config, **options)
 
     monkeypatch.setattr(tuning, "choose", spy)
+    lower_for_gpu(call, *shapes)
+    return found
+
+
+def _regimes(monkeypatch, shapes, arguments) -> set[str]:
     arrays = {n: x for n, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     static = {n: x for n, x in arguments.items() if n not in arrays}
 
@@ -68,8 +73,7 @@ def _regimes(monkeypatch, shapes, arguments) -> set[str]:
         named = dict(zip(arrays, more, strict=True))
         return attention(q, k, v, implementation="triton", **static, **named)
 
-    lower_for_gpu(call, *shapes, *arrays.values())
-    return found
+    return _regimes_of(monkeypatch, call, [*shapes, *arrays.values()])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +117,11 @@ def test_a_regime_is_tuned_on_calls_of_its_own(monkeypatch, regime, head):
         return [problem.arrays for problem in problems]
 
     for problem, structs in zip(problems, jax.eval_shape(arrays), strict=True):
-        arguments = {"is_causal": problem.shape.causal, **problem.static, **structs}
         q, k, v, _ = jax.eval_shape(problem.rows, *problem.shape.structs())
-        found = _regimes(monkeypatch, (q, k, v), arguments)
+        call = problem.attention("triton", None)
+        found = _regimes_of(
+            monkeypatch, call, [q, k, v, *(structs[x] for x in problem.arrays)]
+        )
         assert found == {regime}, problem.shape
 
 

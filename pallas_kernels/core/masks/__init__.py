@@ -12,6 +12,7 @@ from pallas_kernels.core.masks.listed import Listed
 from pallas_kernels.core.masks.mod import MaskMod
 from pallas_kernels.core.masks.segments import SegmentIds
 from pallas_kernels.core.masks.starts import Starts
+from pallas_kernels.core.masks.tree import Tree
 from pallas_kernels.core.masks.window import Window
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Starts",
     "Tiling",
     "Traits",
+    "Tree",
     "Window",
     "split",
 ]

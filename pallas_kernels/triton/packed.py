@@ -1,0 +1,104 @@
+"""Elements of one byte, loaded two at a time and taken apart in registers.
+
+A product of matrices reads the elements of a tile from shared memory in pairs of rows,
+which instructions there are for if an element has two bytes: one byte would be read by
+itself. So a tile of one-byte elements is loaded as one of half as many columns of two
+bytes each, and a register of it has two columns of two rows:
+
+    byte          0             1             2             3
+    (row, column) (s, 2 i)      (s, 2 i + 1)  (s + 1, 2 i)  (s + 1, 2 i + 1)
+
+From it come a tile of the even columns and one of the odd columns, in the dtype of the
+products. To the kernel they are two pieces of the head axis (`layout.Layout.head`): the
+order of columns matters to no product, if queries and outputs have it, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import device
+
+# Of a register x with two columns of two rows: the PTX that makes the even column and
+# the odd one, two elements of float16 or of bfloat16, or what goes before `_TO_BFLOAT`.
+# A number of bfloat16 with the bits 0x4300 + n is 128 + n, one of float16 with those of
+# 0x6400 + n is 1024 + n, so that int8 takes one subtraction, which is exact.
+_INT8_IN_BFLOAT16 = (
+    "and.b32 a, x, 0x007F007F; or.b32 a, a, 0x43004300; "
+    "and.b32 b, x, 0x00800080; or.b32 b, b, 0x43004300; "
+    "fma.rn.bf16x2 $0, b, m, a;"
+)
+_INT8_IN_FLOAT16 = (
+    "and.b32 a, x, 0x00FF00FF; xor.b32 a, a, 0x64806480; "
+    "mov.b32 b, 0x64806480; sub.f16x2 $0, a, b;"
+)
+_SHIFTED = "shr.u32 x, x, 8; "
+_BFLOAT16 = (
+    "mov.b32 {l, h}, a; cvt.f32.f16 f, l; cvt.f32.f16 g, h; cvt.rn.bf16x2.f32 $0, g, f;"
+)
+_HALVES = {
+    # e5m2 has the upper byte of a float16.
+    "float8_e5m2": ("prmt.b32 a, x, 0, 0x2404; ", "and.b32 a, x, 0xFF00FF00; "),
+    "float8_e4m3fn": tuple(
+        f"prmt.b32 b, x, 0, {bytes_}; mov.b32 {{l, h}}, b; cvt.rn.f16x2.e4m3x2 a, l; "
+        for bytes_ in ("0x4420", "0x4431")
+    ),
+}
+_HEAD = (
+    "{.reg .b32 x, a, b, m; .reg .b16 l, h; .reg .f32 f, g; "
+    "mov.b32 x, $1; mov.b32 m, 0xBF80BF80; "  # twice -1
+)
+
+
+def _assembly(kind, dtype) -> tuple[str, str]:
+    kind, dtype = jnp.dtype(kind).name, jnp.dtype(dtype).name
+    if kind == "int8":
+        even = _INT8_IN_BFLOAT16 if dtype == "bfloat16" else _INT8_IN_FLOAT16
+        bodies = even, _SHIFTED + even
+    else:
+        last = _BFLOAT16 if dtype == "bfloat16" else "mov.b32 $0, a;"
+        bodies = tuple(half + last for half in _HALVES[kind])
+    even, odd = (f"{_HEAD}{body}}}" for body in bodies)
+    return even, odd
+
+
+def are_packed(kind, size: int, dtype) -> bool:
+    """Whether head axes of such a size and dtype are loaded in pairs.
+
+    Args:
+      kind: dtype of the elements.
+      size: of the head axis.
+      dtype: of products.
+    """
+    if jnp.dtype(kind).itemsize > 1 or jnp.dtype(dtype).itemsize != 2:
+        return False
+    if kind == jnp.float8_e4m3fn and device.capability() < 89:
+        return False  # no instruction converts it
+    return size >= 32 and size & (size - 1) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A tile of one-byte elements, [rows, columns / 2] of int16, and their dtype."""
+
+    pairs: Any
+    kind: Any
+
+    def unpacked(self, dtype) -> tuple[jax.Array, ...]:
+        """The even columns, and the odd ones."""
+        found = jax.ShapeDtypeStruct(self.pairs.shape, dtype)
+        return tuple(
+            plgpu.elementwise_inline_asm(
+                assembly,
+                args=[self.pairs],
+                constraints="=r,r",
+                pack=2,
+                result_shape_dtypes=[found],
+            )[0]
+            for assembly in _assembly(self.kind, dtype)
+        )
