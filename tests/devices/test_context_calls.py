@@ -99,11 +99,10 @@ def test_types_need_not_be_checked(x64):
 def test_two_axes(stripes, x64):
     """Between hosts a ring; within a host heads are divided, if they can be."""
     arrays, heads = operands(), []
+    expected = gradients(attention)(*arrays)
     for method in (None, "ring", "gather"):
         context = Context(("hosts", "gpus"), stripes, method)
-        close(
-            gradients(Divided(context, (2, 2)))(*arrays), gradients(attention)(*arrays)
-        )
+        close(gradients(Divided(context, (2, 2)))(*arrays), expected)
         call = functools.partial(Divided(context, (2, 2)), **XLA)
         text = str(jax.make_jaxpr(call)(*arrays))
         heads.append("all_to_all" in text)
@@ -132,7 +131,7 @@ def test_pmap(x64):
     close(call(*apart).reshape(2, 128, 4, 8), attention(*arrays, **XLA))
 
 
-@pytest.mark.parametrize("call", [RING, GATHER, HEADS])
+@pytest.mark.parametrize("call", [RING, *deeply(GATHER, HEADS)])
 def test_an_axis_of_vmap(call, x64):
     """It has a name like one of `shard_map`."""
     mapped = dataclasses.replace(call, mapped=True)
@@ -189,7 +188,7 @@ def layers(call, remat=None):
 SAVED = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)
 
 
-@pytest.mark.parametrize("remat", [None, SAVED])
+@pytest.mark.parametrize("remat", [SAVED, *deeply(None)])
 def test_scan_over_layers(remat, x64):
     arrays = operands()
     close(jax.jit(layers(RING, remat))(*arrays), jax.jit(layers(attention))(*arrays))

@@ -91,7 +91,7 @@ def test_lists_that_a_call_makes(mask, backend):
 
 @pytest.mark.skipif(not mosaic_interpreter.IS_SUPPORTED, reason="JAX 0.12")
 @pytest.mark.parametrize("mask", ["dilated", *deeply("window", "documents", "heads")])
-@pytest.mark.parametrize("block", [128, *deeply(None)])
+@pytest.mark.parametrize("block", deeply(128, None))
 def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
     """Both passes, beside the loops; block None makes lists in the call."""
     mosaic_interpreter.install(monkeypatch)
@@ -209,10 +209,11 @@ def test_rows_on_several_devices(method):
         block_size=(16, 48),
         local_window_size=7 if method == "halo" else None,
     )
-    expected = attention(*arrays, block_mask=block_mask, **WHOLE)
+    expected = jax.jit(functools.partial(attention, block_mask=block_mask, **WHOLE))
     name, stripe = ("gather", 8) if "stripes" in method else (method, None)
     divided = Divided(Context("x", stripe, name), (2,))
-    check([divided(*arrays, block_mask=block_mask, **BACKENDS["xla"])], [expected])
+    call = jax.jit(functools.partial(divided, block_mask=block_mask, **BACKENDS["xla"]))
+    check([call(*arrays)], [expected(*arrays)])
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def exact(make, mask, captured, offset=0):
             lambda x: x.astype(jnp.float64), (ARRAYS, captured)
         )
         call = functools.partial(dense, offset=offset)
-        return jax.tree.map(np.asarray, results(call, make, mask, arrays, captured))
+        run = jax.jit(functools.partial(results, call, make, mask))
+        return jax.tree.map(np.asarray, run(arrays, captured))
 
 
 def check(found, expected, bound=3e-6):
@@ -363,7 +364,7 @@ def test_maps_and_derivatives():
         return dense(q, k, v, score_mod, lambda b, h, q, kv: q >= kv)
 
     many = jnp.stack([GAIN, 2 * GAIN])
-    mapped = jax.vmap(run, (None, 0))(q, many)
+    mapped = jax.jit(jax.vmap(run, (None, 0)))(q, many)
     check(mapped, [by_matrices(q, x) for x in many], 1e-5)
     for differentiate in (
         lambda f: jax.jvp(f, (q, GAIN), (q, GAIN))[1],
@@ -372,7 +373,10 @@ def test_maps_and_derivatives():
             jax.grad(lambda x: jnp.sum(jnp.cos(f(q, x)))), (GAIN,), (GAIN,)
         )[1],
     ):
-        check([differentiate(run)], [differentiate(by_matrices)], 2e-5)
+        found, expected = (
+            jax.jit(functools.partial(differentiate, f)) for f in (run, by_matrices)
+        )
+        check([found()], [expected()], 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["blocks", *deeply("triton")])
@@ -414,6 +418,8 @@ def test_rows_on_several_devices(method):
         "implementation": "xla",
         "precision": "highest",
     }
-    expected = attention(*arrays, **options)
-    divided = Divided(Context("x", 8, method), (2,))
-    check([divided(*arrays, **options)], [expected])
+    found, expected = (
+        jax.jit(functools.partial(call, **options))
+        for call in (Divided(Context("x", 8, method), (2,)), attention)
+    )
+    check([found(*arrays)], [expected(*arrays)])

@@ -151,17 +151,14 @@ def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
     return Parallel(data=data, context=context, **sizes)
 
 
+@deep
 @pytest.mark.parametrize(
     ("data", "context", "method", "segments"),
     [
         (1, 2, "gather", True),
-        *deeply(
-            (1, 2, "gather", False),
-            (1, 4, "gather", False),
-            (1, 4, "ring", True),
-            (4, 1, None, False),
-            (2, 2, "ring", True),
-        ),
+        (1, 4, "gather", False),
+        (4, 1, None, False),
+        (2, 2, "ring", True),
     ],
 )
 def test_losses_of_divided_batches(data, context, method, segments, monkeypatch):
