@@ -90,8 +90,8 @@ def combinations() -> list:
             for layout in LAYOUTS if case.name in whole else turns:
                 if not serves(case, method, layout):
                     continue
-                alone = not meet and case.name not in whole
-                if alone and method != "ring" and (turn // 2 + number) % 2:
+                by_itself = not meet and case.name not in whole
+                if by_itself and method != "ring" and (turn // 2 + number) % 2:
                     continue  # one feature: the ring, and one other method
                 # Neither the method nor the layout alone decides it.
                 place = turn + number + 2 * (layout is None)

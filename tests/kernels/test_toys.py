@@ -89,7 +89,7 @@ TOYS = ("mask", "score")
 
 def _problems():
     """One in the first tier, but for kernels that are interpreted by threads."""
-    for case in (by_name("causal_offset_batch"), *PAIRWISE[:: 1 if ON_GPU else 3]):
+    for case in (by_name("causal_offset_batch"), *PAIRWISE[:: 1 if ON_GPU else 6]):
         for name, runner in WITH_GRADIENTS.items():
             deep_too = case in PAIRWISE
             if deep_too or not runner.by_threads:

@@ -286,7 +286,7 @@ def test_model_flops():
     assert train_gpt.model_flops(preset, 1000) == 256 * (6 * 1000 + 12 * 2 * 32 * 64)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, *deeply(1.0)])
 def test_generate(temperature):
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))
