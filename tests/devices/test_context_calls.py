@@ -22,7 +22,7 @@ from jax_flash2 import (
 )
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU
 from tests.divided import Divided
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
 
@@ -147,6 +147,7 @@ def test_one_device_is_the_plain_call(x64):
     close(gradients(call)(*arrays), gradients(attention)(*arrays))
 
 
+@deep
 @jax.default_matmul_precision("highest")
 def test_flax_module():
     """With the whole layer inside `shard_map`, its parameters on all devices."""
@@ -298,6 +299,7 @@ def test_padding_beyond_a_length_is_never_touched():
         np.testing.assert_array_equal(a, b)
 
 
+@deep
 def test_same_bits_every_time():
     run, arrays = gradients(RING), operands(dtype=jnp.float32)
     for a, b in zip(run(*arrays), run(*arrays), strict=True):

@@ -177,6 +177,7 @@ if not ON_GPU:
     RUNNERS["triton"] = dataclasses.replace(
         RUNNERS["triton"], first=PAIRWISE[::2], one_of_each=True
     )
+    RUNNERS["xla_blocks"] = dataclasses.replace(RUNNERS["xla_blocks"], first=PAIRWISE)
 RUNNERS["reference"] = Runner(
     {"implementation": "reference"},
     dtypes=("float32",),
@@ -187,7 +188,7 @@ RUNNERS["reference"] = Runner(
 RUNNERS["proof"] = Runner(
     {"implementation": "proof"},
     dtypes=("float32",),
-    first=(*PAIRWISE, by_name("everything"), by_name("everything_learnt")),
+    first=(*PAIRWISE[::2], by_name("everything"), by_name("everything_learnt")),
     rest=(),
     shaped=lambda case: case,
     prepare=_register_proof,

@@ -17,7 +17,7 @@ from tests.divided import Divided
 from tests.kernels.test_mods import ARRAYS, COTANGENT, B, N, S, T, array, dense
 from tests.lowering import lower_for_gpu, on_gpu
 from tests.mosaic import with_heads
-from tests.tiers import deep, deeply
+from tests.tiers import MAINLY_XLA, deep, deeply
 
 SMALL, TALL = Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1)
 BACKENDS = {
@@ -82,7 +82,7 @@ def test_lists_that_are_given(mask, block, backend):
 
 
 @pytest.mark.parametrize("mask", ["window", *deeply("dilated", "heads", "nothing")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_lists_that_a_call_makes(mask, backend):
     bias = array(N, T, S)
     call = functools.partial(attention, mask_mod=MASKS[mask], **BACKENDS[backend])
@@ -197,7 +197,7 @@ def test_maps_and_loops():
 
 
 @pytest.mark.parametrize(
-    "method", ["ring", *deeply("gather", "heads", "halo"), "gathered stripes"]
+    "method", ["ring", *deeply("gather", "heads", "halo", "gathered stripes")]
 )
 def test_rows_on_several_devices(method):
     """Each device has its part of the lists, of rows that no block divides, too."""

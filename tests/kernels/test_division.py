@@ -109,9 +109,8 @@ def test_covering_cases_in_forced_parts(case, splits, record_property):
 
 
 @pytest.mark.parametrize("splits", [2, *compiled(None, 4)])
-@pytest.mark.parametrize(
-    ("t", "names"), [(1, ["bias"]), *deeply((80, ["causal", "bias"]))]
-)
+@deep
+@pytest.mark.parametrize(("t", "names"), [(1, ["bias"]), (80, ["causal", "bias"])])
 def test_same_bits(t, names, splits):
     case = Case("bits", _with(*names), t=t, s=80 * TIMES, n=6, k=1)
     arrays, arguments = case.inputs(jnp.float32)

@@ -35,7 +35,7 @@ from tests.mosaic import (
 )
 from tests.tiers import deep, deeply
 
-FIRST = ("plain", "one_query", "head_72_24", "head_192_128", "everything_served")
+FIRST = ("one_query", "head_72_24", "everything_served")
 
 
 def _lowered() -> Iterator:

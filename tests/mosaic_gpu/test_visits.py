@@ -179,7 +179,7 @@ def _check_order_here(size, spec, launch):
     missed = kept.copy()
     added = collections.Counter()
     met = np.zeros((*kept.shape[:2], size["t"]), int)
-    tiles_of = programs(spec, layout)
+    tiles_of = programs(spec, layout, jnp.asarray)
     count = jax.jit(lambda number: tiles_of(number).count)
 
     @jax.jit

@@ -181,7 +181,7 @@ def test_losses_of_divided_batches(data, context, method, segments, monkeypatch)
     )
 
 
-@pytest.mark.parametrize(("data", "context"), [(2, 2), *deeply((1, 2), (2, 1))])
+@pytest.mark.parametrize(("data", "context"), deeply((2, 2), (1, 2), (2, 1)))
 def test_gradients_of_divided_batches(data, context):
     """Not the losses alone: Adam would hide a factor."""
     devices = parallel(data, context, batch_size=2)
@@ -267,7 +267,7 @@ def test_the_command(tmp_path):
     assert len(record["losses"]) == train_gpt.PRESETS["tiny"].steps
 
 
-@pytest.mark.parametrize("attention", ["jax_flash2", *deeply("reference", "jax_nn")])
+@pytest.mark.parametrize("attention", deeply("jax_flash2", "reference", "jax_nn"))
 def test_documents_do_not_see_each_other(attention):
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS[attention], rngs=nnx.Rngs(0))
