@@ -358,6 +358,7 @@ def test_maps_and_derivatives():
             precision="highest",
         )
 
+    @jax.jit
     def by_matrices(q, x):
         def score_mod(s, b, h, q, kv):
             return jnp.sin(s * x[h]) + x[kv % 4]
