@@ -71,8 +71,14 @@ def check(found, expected, tolerance=2e-5):
 
 
 # Blocks of lists: as the kernels' are, larger ones, and some that they do not divide.
-@pytest.mark.parametrize("block", [32, *deeply(16, 48, 64)])
-@pytest.mark.parametrize("mask", ["heads", *deeply("window", "documents", "nothing")])
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    [
+        ("heads", 32),
+        *deeply(("heads", 48), ("window", 16), ("window", 64)),
+        *deeply(("documents", 48), ("nothing", 64)),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lists_that_are_given(mask, block, backend):
     block_mask = make_block_mask(MASKS[mask], B, N, T, S, block_size=block)
@@ -90,8 +96,10 @@ def test_lists_that_a_call_makes(mask, backend):
 
 
 @pytest.mark.skipif(not mosaic_interpreter.IS_SUPPORTED, reason="JAX 0.12")
-@pytest.mark.parametrize("mask", ["dilated", *deeply("window", "documents", "heads")])
-@pytest.mark.parametrize("block", deeply(128, None))
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    deeply(("dilated", 128), ("window", None), ("documents", 128), ("heads", None)),
+)
 def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
     """Both passes, beside the loops; block None makes lists in the call."""
     mosaic_interpreter.install(monkeypatch)
