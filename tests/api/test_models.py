@@ -6,7 +6,7 @@ import pytest
 from benchmarks import harness, model_rows, model_tables, profiles
 from benchmarks.model_calls import GROUPS
 from benchmarks.peers import OURS
-from tests.tiers import deep
+from tests.tiers import deep, deeply
 
 CALLS = [(group, call) for group, calls in GROUPS.items() for call in calls]
 
@@ -47,7 +47,7 @@ def _checked(group, call):
 QUICK = ["gpt-oss 20B, local", "BLOOM 7B", "T5 large, decoder"]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [QUICK[0], *deeply(*QUICK[1:])])
 def test_a_call_and_its_table(name):
     ((group, call),) = [x for x in CALLS if x[1].name == name]
     rows = _checked(group, call)

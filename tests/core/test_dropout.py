@@ -1,5 +1,6 @@
 """Dropout's bits: a known cipher, the same for every block, random to the eye."""
 
+import functools
 import itertools
 
 import jax
@@ -25,10 +26,16 @@ ALL = {"t": Numbering(), "s": Numbering()}
 
 
 def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF, numberings=ALL):
-    dropout = Dropout(tuple(map(jnp.uint32, seed)), threshold)
-    rows = {"t": (start[0], t), "s": (start[1], s)}
+    seed = tuple(map(jnp.uint32, seed))
+    return np.asarray(_kept(seed, start, numberings, (t, s), order, threshold))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _kept(seed, start, numberings, size, order, threshold):
+    dropout = Dropout(seed, threshold)
+    rows = dict(zip("ts", zip(start, size, strict=True), strict=True))
     bits = dropout.bits(rows, numberings, order, Arithmetic())
-    return np.asarray(bits < np.uint32(dropout.limit))
+    return bits < np.uint32(dropout.limit)
 
 
 def test_wide_product():

@@ -78,24 +78,27 @@ def _short_window_and_segments(rng, case: Case) -> dict:
 
 def combinations() -> list:
     """Cases with methods that serve them, on one number of devices: all of them in
-    turns. Layouts and methods take turns, too, but where features meet each is tried.
-    Those of few cases are in the first tier.
+    turns. Layouts and methods take turns, too; of two cases each is tried. Those of
+    one case are in the first tier.
     """
     found = []
-    shallow = {"pairwise_1", "short_window_segments"}
+    whole = {"pairwise_1", "short_window_segments"}
     for turn, case in enumerate([*alone(), *PAIRWISE]):
         for number, method in enumerate(METHODS):
-            meet = case in PAIRWISE or case.name in shallow
-            for layout in LAYOUTS if meet else LAYOUTS[(turn + number // 2) % 2 :][:1]:
+            meet = case in PAIRWISE
+            turns = LAYOUTS[(turn + number // 2) % 2 :][:1]
+            for layout in LAYOUTS if case.name in whole else turns:
                 if not serves(case, method, layout):
                     continue
-                if not meet and method != "ring" and (turn // 2 + number) % 2:
+                by_itself = not meet and case.name not in whole
+                if by_itself and method != "ring" and (turn // 2 + number) % 2:
                     continue  # one feature: the ring, and one other method
                 # Neither the method nor the layout alone decides it.
                 place = turn + number + 2 * (layout is None)
                 parts = list(PARTS)[place % len(PARTS)]
                 label = f"{case.name}-{method}-{layout or 'runs'}-{parts}"
-                marks = () if case.name in shallow and parts in (2, 3) else deep
+                first = case.name == "short_window_segments" and parts in (2, 3)
+                marks = () if first else deep
                 values = case, method, layout, parts
                 found.append(pytest.param(*values, id=label, marks=marks))
     return found
@@ -115,14 +118,14 @@ def _served(*words: str) -> list[Case]:
 
 
 KERNELS = [
-    *itertools.product(_served("short_window_segments"), ["ring"], [STRIPE], [2]),
+    *itertools.product(_served("short_window_2"), ["ring"], [STRIPE], [2]),
 ]
 MORE_KERNELS = [
     *itertools.product(_served("pairwise_6"), ["ring"], [None], [3]),
     *itertools.product(
         _served("short_window_segments"), ["halo", "heads"], [None], [2]
     ),
-    *itertools.product(_served("segments"), ["ring"], [STRIPE], [3]),
+    *itertools.product(_served("short_window_segments"), ["ring"], [STRIPE], [3]),
     *itertools.product(_served("pairwise_0"), ["ring"], [None], [3]),
     *itertools.product(_served("pairwise_5"), ["gather"], [STRIPE], [3]),
 ]

@@ -22,7 +22,7 @@ from jax_flash2 import (
 )
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU
 from tests.divided import Divided
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
 
@@ -99,11 +99,10 @@ def test_types_need_not_be_checked(x64):
 def test_two_axes(stripes, x64):
     """Between hosts a ring; within a host heads are divided, if they can be."""
     arrays, heads = operands(), []
+    expected = gradients(attention)(*arrays)
     for method in (None, "ring", "gather"):
         context = Context(("hosts", "gpus"), stripes, method)
-        close(
-            gradients(Divided(context, (2, 2)))(*arrays), gradients(attention)(*arrays)
-        )
+        close(gradients(Divided(context, (2, 2)))(*arrays), expected)
         call = functools.partial(Divided(context, (2, 2)), **XLA)
         text = str(jax.make_jaxpr(call)(*arrays))
         heads.append("all_to_all" in text)
@@ -132,7 +131,7 @@ def test_pmap(x64):
     close(call(*apart).reshape(2, 128, 4, 8), attention(*arrays, **XLA))
 
 
-@pytest.mark.parametrize("call", [RING, GATHER, HEADS])
+@pytest.mark.parametrize("call", [RING, *deeply(GATHER, HEADS)])
 def test_an_axis_of_vmap(call, x64):
     """It has a name like one of `shard_map`."""
     mapped = dataclasses.replace(call, mapped=True)
@@ -148,6 +147,7 @@ def test_one_device_is_the_plain_call(x64):
     close(gradients(call)(*arrays), gradients(attention)(*arrays))
 
 
+@deep
 @jax.default_matmul_precision("highest")
 def test_flax_module():
     """With the whole layer inside `shard_map`, its parameters on all devices."""
@@ -189,7 +189,7 @@ def layers(call, remat=None):
 SAVED = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)
 
 
-@pytest.mark.parametrize("remat", [None, SAVED])
+@pytest.mark.parametrize("remat", [SAVED, *deeply(None)])
 def test_scan_over_layers(remat, x64):
     arrays = operands()
     close(jax.jit(layers(RING, remat))(*arrays), jax.jit(layers(attention))(*arrays))
@@ -299,6 +299,7 @@ def test_padding_beyond_a_length_is_never_touched():
         np.testing.assert_array_equal(a, b)
 
 
+@deep
 def test_same_bits_every_time():
     run, arrays = gradients(RING), operands(dtype=jnp.float32)
     for a, b in zip(run(*arrays), run(*arrays), strict=True):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention, explain
 from tests.cases import BACKENDS, ON_GPU
-from tests.tiers import deeply
+from tests.tiers import MAINLY_XLA, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -120,7 +120,7 @@ def test_explain_says_how_rows_are_divided():
     assert "stripes would balance it" in second
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_a_mesh_that_is_not_set(backend):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
     specs = [P("data", None, "model")] * 3
@@ -137,7 +137,7 @@ def test_scan_on_a_mesh_that_is_not_set():
     _check(layers, _operands(4), [P("data")] * 3, is_set=False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_vmap_over_a_divided_axis(backend):
     """With a second axis, that of heads, divided too."""
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])

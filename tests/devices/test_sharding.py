@@ -80,7 +80,7 @@ def _assert_equal(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_shard_map_with_its_default_checks(backend):
     run = _with_gradients(backend)
     spec = P("data", None, "model")
@@ -267,6 +267,7 @@ def test_automatic_shardings_need_not_be_even(axis):
     np.testing.assert_allclose(run(split), run(x), rtol=1e-5, atol=1e-5)
 
 
+@deep
 def test_one_device_needs_no_partitioner():
     """Where nothing can divide a program, the call does not ask for its devices."""
     code = """

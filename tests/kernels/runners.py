@@ -163,8 +163,8 @@ ALL = (*CASES, EVERYTHING)
 _BY_THREADS = ("segments_causal_gqa",)
 _BY_THREADS_DEEP = (
     *("window_offset", "dropout_bias", "pairwise_3"),
-    *(case.name for case in PAIRWISE[::2]),
-    *[case.name for case in ALL if max(case.h, case.d) <= 256][::12],
+    *(case.name for case in PAIRWISE[::4]),
+    *[case.name for case in ALL if max(case.h, case.d) <= 256][::24],
     *("everything_served", "bias_half", "bias_half_heads"),  # these come by TMA
 )
 # Of kernels that run only by name: what they take (`mosaic_gpu.by_name`).
@@ -177,6 +177,7 @@ if not ON_GPU:
     RUNNERS["triton"] = dataclasses.replace(
         RUNNERS["triton"], first=PAIRWISE[::2], one_of_each=True
     )
+    RUNNERS["xla_blocks"] = dataclasses.replace(RUNNERS["xla_blocks"], first=PAIRWISE)
 RUNNERS["reference"] = Runner(
     {"implementation": "reference"},
     dtypes=("float32",),
@@ -187,7 +188,7 @@ RUNNERS["reference"] = Runner(
 RUNNERS["proof"] = Runner(
     {"implementation": "proof"},
     dtypes=("float32",),
-    first=(*PAIRWISE, by_name("everything"), by_name("everything_learnt")),
+    first=(*PAIRWISE[::2], by_name("everything"), by_name("everything_learnt")),
     rest=(),
     shaped=lambda case: case,
     prepare=_register_proof,
@@ -208,26 +209,32 @@ if not ON_GPU:
     )
 
     def _by_name(architecture: str, capability: int, **more) -> Runner:
-        """On a GPU that is said to be of this capability."""
+        """On a GPU that is said to be of this capability; cases of `rest` in turns."""
         install = functools.partial(mosaic_interpreter.install, capability=capability)
         return dataclasses.replace(
             RUNNERS["mosaic_gpu"],
             options={"implementation": f"mosaic_gpu_{architecture}"},
             dtypes=("bfloat16", "float16"),
-            rest=[case for case in ALL if case.name in _BY_NAME],
             prepare=install,
             forward_only=True,
             **more,
         )
 
     _FIRST_BY_NAME = [by_name("lengths_causal")]
-    RUNNERS["mosaic_gpu_ampere"] = _by_name("ampere", 80, first=_FIRST_BY_NAME)
+    _OTHERS = [case for case in ALL if case.name in _BY_NAME]
+    RUNNERS["mosaic_gpu_ampere"] = _by_name(
+        "ampere", 80, first=_FIRST_BY_NAME, rest=_OTHERS[::2]
+    )
     RUNNERS["mosaic_gpu_ampere_tma"] = dataclasses.replace(
-        _by_name("ampere", 120, first=(), shaped=_of_two_tiles),
-        rest=[by_name("window_offset")],
+        _by_name("ampere", 120, first=(), rest=[by_name("window_offset")]),
+        shaped=_of_two_tiles,
     )
     RUNNERS["mosaic_gpu_blackwell"] = _by_name(
-        "blackwell", 100, first=_FIRST_BY_NAME, shaped=_of_two_tiles
+        "blackwell",
+        100,
+        first=_FIRST_BY_NAME,
+        rest=_OTHERS[1::2],
+        shaped=_of_two_tiles,
     )
 elif device.capability() == 90:
     _HOPPER = Runner(

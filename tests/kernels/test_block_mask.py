@@ -17,7 +17,7 @@ from tests.divided import Divided
 from tests.kernels.test_mods import ARRAYS, COTANGENT, B, N, S, T, array, dense
 from tests.lowering import lower_for_gpu, on_gpu
 from tests.mosaic import with_heads
-from tests.tiers import deep, deeply
+from tests.tiers import MAINLY_XLA, deep, deeply
 
 SMALL, TALL = Blocks(16, 16, 4, 1), Blocks(32, 16, 4, 1)
 BACKENDS = {
@@ -71,8 +71,14 @@ def check(found, expected, tolerance=2e-5):
 
 
 # Blocks of lists: as the kernels' are, larger ones, and some that they do not divide.
-@pytest.mark.parametrize("block", [32, *deeply(16, 48, 64)])
-@pytest.mark.parametrize("mask", ["heads", *deeply("window", "documents", "nothing")])
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    [
+        ("heads", 32),
+        *deeply(("heads", 48), ("window", 16), ("window", 64)),
+        *deeply(("documents", 48), ("nothing", 64)),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lists_that_are_given(mask, block, backend):
     block_mask = make_block_mask(MASKS[mask], B, N, T, S, block_size=block)
@@ -82,7 +88,7 @@ def test_lists_that_are_given(mask, block, backend):
 
 
 @pytest.mark.parametrize("mask", ["window", *deeply("dilated", "heads", "nothing")])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_lists_that_a_call_makes(mask, backend):
     bias = array(N, T, S)
     call = functools.partial(attention, mask_mod=MASKS[mask], **BACKENDS[backend])
@@ -90,8 +96,10 @@ def test_lists_that_a_call_makes(mask, backend):
 
 
 @pytest.mark.skipif(not mosaic_interpreter.IS_SUPPORTED, reason="JAX 0.12")
-@pytest.mark.parametrize("mask", ["dilated", *deeply("window", "documents", "heads")])
-@pytest.mark.parametrize("block", [128, *deeply(None)])
+@pytest.mark.parametrize(
+    ("mask", "block"),
+    deeply(("dilated", 128), ("window", None), ("documents", 128), ("heads", None)),
+)
 def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
     """Both passes, beside the loops; block None makes lists in the call."""
     mosaic_interpreter.install(monkeypatch)
@@ -197,7 +205,7 @@ def test_maps_and_loops():
 
 
 @pytest.mark.parametrize(
-    "method", ["ring", *deeply("gather", "heads", "halo"), "gathered stripes"]
+    "method", ["ring", *deeply("gather", "heads", "halo", "gathered stripes")]
 )
 def test_rows_on_several_devices(method):
     """Each device has its part of the lists, of rows that no block divides, too."""
@@ -211,10 +219,11 @@ def test_rows_on_several_devices(method):
         block_size=(16, 48),
         local_window_size=7 if method == "halo" else None,
     )
-    expected = attention(*arrays, block_mask=block_mask, **WHOLE)
+    expected = jax.jit(functools.partial(attention, block_mask=block_mask, **WHOLE))
     name, stripe = ("gather", 8) if "stripes" in method else (method, None)
     divided = Divided(Context("x", stripe, name), (2,))
-    check([divided(*arrays, block_mask=block_mask, **BACKENDS["xla"])], [expected])
+    call = jax.jit(functools.partial(divided, block_mask=block_mask, **BACKENDS["xla"]))
+    check([call(*arrays)], [expected(*arrays)])
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_few_queries(names, splits, record_property):
     ("names", "sizes"),
     [
         (("causal", "sinks"), {"n": 1, "k": 1, "t": 33}),
-        (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
         *deeply(
+            (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
             (("causal",), {"n": 6, "k": 1}),
             (("window", "segments"), {"n": 4, "k": 2}),
             (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
@@ -109,6 +109,7 @@ def test_covering_cases_in_forced_parts(case, splits, record_property):
 
 
 @pytest.mark.parametrize("splits", [2, *compiled(None, 4)])
+@deep
 @pytest.mark.parametrize(("t", "names"), [(1, ["bias"]), (80, ["causal", "bias"])])
 def test_same_bits(t, names, splits):
     case = Case("bits", _with(*names), t=t, s=80 * TIMES, n=6, k=1)

@@ -7,10 +7,10 @@ from tests.cases import ON_GPU
 from tests.tiers import deeply
 
 SEEDS = [
-    *(("xla", seed) for seed in range(1, 4)),
-    *deeply(*(("xla", seed) for seed in (0, *range(5, 15)))),
-    *deeply(*(("triton", seed) for seed in (4, *range(30, 35)))),
-    *deeply(*(("mosaic_gpu", seed) for seed in (40, 42, 43))),
+    ("xla", 3),
+    *deeply(*(("xla", seed) for seed in (0, 1, 2, 5, 6, 7))),
+    *deeply(*(("triton", seed) for seed in (4, 30, 31))),
+    *deeply(*(("mosaic_gpu", seed) for seed in (40, 42))),
 ]
 
 

@@ -57,6 +57,7 @@ def _declined(error: ValueError) -> bool:
     return str(error).startswith("implementation='mosaic_gpu': ")
 
 
+@deep
 def test_random_problems(any_size, monkeypatch):
     """`pytest -s` prints how many problems there were, and the worst ratio.
 

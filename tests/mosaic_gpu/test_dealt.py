@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_bits_of_threads(order, striped, columns):
     numberings = dict.fromkeys("ts", numbering)
     seed = np.uint32([[123456789], [987654321]])
     own = core.Dropout(tuple(jnp.uint32(x[0]) for x in seed), 1 << 15)
-    whole = own.bits(rows, numberings, order, PLAIN)
+    whole = jax.jit(lambda: own.bits(rows, numberings, order, PLAIN))()
 
     count = core.rows_of_calls(rows, order)
     assert count == {"t": 2, "s": 4 if order[0] == "t" and columns == 96 else 2}

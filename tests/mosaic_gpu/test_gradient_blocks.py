@@ -96,8 +96,8 @@ def _name(value) -> str | None:
     return None
 
 
-# One of two kernels; the others are deep.
-FIRST = list({x[0]: x for x in FITS}.values())[::2]
+# One of all kernels; the others are deep.
+FIRST = list({x[0]: x for x in FITS}.values())[:1]
 OTHERS = deeply(*(x for x in FITS if x not in FIRST))
 
 

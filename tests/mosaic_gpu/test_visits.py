@@ -179,28 +179,33 @@ def _check_order_here(size, spec, launch):
     missed = kept.copy()
     added = collections.Counter()
     met = np.zeros((*kept.shape[:2], size["t"]), int)
-    tiles_of = programs(spec, layout)
-    for tiles in map(tiles_of, map(jnp.int32, range(layout.tiles))):
-        for tile in map(jnp.int32, range(int(tiles.count))):
-            block, head = int(tiles.number(tile)), int(tiles.at(tile)["n"])
-            assert 0 <= block < tiles.all_sums
-            assert int(tiles.before(tile)) == added[block]
+    tiles_of = programs(spec, layout, jnp.asarray)
+    count = jax.jit(lambda number: tiles_of(number).count)
+
+    @jax.jit
+    def found(number, tile):
+        tiles = tiles_of(number)
+        at = tiles.at(tile)
+        where = at["b0"], at["v0"], at["n"], at["t"].start, at["s"].start
+        said = tiles.number(tile), tiles.before(tile), tiles.masked(tile)
+        return where, said, tiles.turn(tile, 3), tiles.all_sums
+
+    for number in range(layout.tiles):
+        for tile in range(int(count(number))):
+            where, said, turn, all_sums = jax.tree.map(int, found(number, tile))
+            block, before, masked = said
+            assert 0 <= block < all_sums
+            assert before == added[block]
             added[block] += 1
-            own, before = map(int, tiles.turn(tile, 3))
+            own, before = turn
             assert 0 <= own < 3 and before == added[block, own]
             added[block, own] += 1
-            there = tiles.at(tile)
-            first, start = int(there["t"].start), int(there["s"].start)
-            part = np.s_[
-                int(there["b0"]),
-                int(there["v0"]),
-                head,
-                first : first + rows,
-                start : start + keys,
-            ]
+            *element, head, first, start = where
+            part = (*element, head, np.s_[first : first + rows])
+            part = (*part, np.s_[start : start + keys])
             missed[part] = False
-            met[(*part[:2], part[3])] += head == 0
-            if not tiles.masked(tile):
+            met[(*element, part[3])] += head == 0
+            if not masked:
                 assert start + keys <= size["s"]
                 assert kept[part].all()
     assert not missed.any()

@@ -137,6 +137,7 @@ def rows_of(case: Case, names: list[str], rounds: int = 1) -> dict[tuple, dict]:
     return found
 
 
+@deep
 def test_first_calls_alone():
     """Nothing is beside them to be compared with."""
     case = case_of("causal", 2)

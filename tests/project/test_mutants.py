@@ -5,8 +5,10 @@ import textwrap
 
 from tests.faults.catalogue import MUTANTS
 from tests.mutants import ROOT, sources
+from tests.tiers import deep
 
 
+@deep
 def test_a_move_breaks_no_fault():
     """With every file elsewhere, and its code indented by four more spaces."""
     texts = sources(ROOT)

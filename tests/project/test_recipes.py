@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import jax_flash2
+from tests.tiers import deep
 
 PAGE = Path(jax_flash2.__file__).parent / "RECIPES.md"
 
@@ -24,6 +25,7 @@ def sections() -> dict[str, str]:
     }
 
 
+@deep
 @pytest.mark.parametrize("title", sections())
 def test_recipe(title):
     code = compile(sections()[title], f"RECIPES.md, {title}", "exec")

@@ -151,17 +151,14 @@ def parallel(data: int, context: int, batch_size: int = 4) -> Parallel:
     return Parallel(data=data, context=context, **sizes)
 
 
+@deep
 @pytest.mark.parametrize(
     ("data", "context", "method", "segments"),
     [
         (1, 2, "gather", True),
-        *deeply(
-            (1, 2, "gather", False),
-            (1, 4, "gather", False),
-            (1, 4, "ring", True),
-            (4, 1, None, False),
-            (2, 2, "ring", True),
-        ),
+        (1, 4, "gather", False),
+        (4, 1, None, False),
+        (2, 2, "ring", True),
     ],
 )
 def test_losses_of_divided_batches(data, context, method, segments, monkeypatch):
@@ -184,7 +181,7 @@ def test_losses_of_divided_batches(data, context, method, segments, monkeypatch)
     )
 
 
-@pytest.mark.parametrize(("data", "context"), [(2, 2), *deeply((1, 2), (2, 1))])
+@pytest.mark.parametrize(("data", "context"), deeply((2, 2), (1, 2), (2, 1)))
 def test_gradients_of_divided_batches(data, context):
     """Not the losses alone: Adam would hide a factor."""
     devices = parallel(data, context, batch_size=2)
@@ -270,7 +267,7 @@ def test_the_command(tmp_path):
     assert len(record["losses"]) == train_gpt.PRESETS["tiny"].steps
 
 
-@pytest.mark.parametrize("attention", ["jax_flash2", *deeply("reference", "jax_nn")])
+@pytest.mark.parametrize("attention", deeply("jax_flash2", "reference", "jax_nn"))
 def test_documents_do_not_see_each_other(attention):
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS[attention], rngs=nnx.Rngs(0))
@@ -289,7 +286,7 @@ def test_model_flops():
     assert train_gpt.model_flops(preset, 1000) == 256 * (6 * 1000 + 12 * 2 * 32 * 64)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, *deeply(1.0)])
 def test_generate(temperature):
     config = train_gpt.PRESETS["tiny"].model
     model = gpt.GPT(config, gpt.ATTENTIONS["jax_flash2"], rngs=nnx.Rngs(0))

@@ -10,6 +10,7 @@ from tests.project.test_benchmarks import ran
 from tests.tiers import deep
 
 
+@deep
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

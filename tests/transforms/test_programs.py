@@ -13,7 +13,7 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_flash2
-from jax_flash2 import attention
+from jax_flash2 import Config, attention
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
 from tests.tiers import MAINLY_XLA, deeply
@@ -114,23 +114,23 @@ def test_export_is_differentiable():
     assert len(exported.vjp().out_avals) == 4
 
 
-def test_export_with_a_symbolic_batch():
+@pytest.mark.parametrize("config", [Config(), *deeply(INTERPRETED)])
+def test_export_with_a_symbolic_batch(config):
     """With a bias and a mask that have heads, in calls of one block and of several."""
     (batch,) = export.symbolic_shape("batch")
     bias, mask = jnp.zeros((1, 4, 40, 40)), jnp.ones((1, 4, 40, 40), bool)
     q = jax.random.normal(jax.random.key(0), (3, 40, 4, 8))
-    for options in ({}, {"config": INTERPRETED}):
 
-        def call(q, bias, options=options):
-            options = {"implementation": "xla", "return_residual": True, **options}
-            more = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-            f = functools.partial(attention, mask=mask, **options, **more)
-            outputs, vjp = jax.vjp(lambda q, bias: f(q, q, q, bias), q, bias)
-            return outputs, vjp(outputs)
+    def call(q, bias):
+        options = {"implementation": "xla", "return_residual": True, "config": config}
+        more = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+        f = functools.partial(attention, mask=mask, **options, **more)
+        outputs, vjp = jax.vjp(lambda q, bias: f(q, q, q, bias), q, bias)
+        return outputs, vjp(outputs)
 
-        shape = jax.ShapeDtypeStruct((batch, *q.shape[1:]), q.dtype)
-        exported = export.export(jax.jit(call))(shape, bias)
-        assert_same(exported.call(q, bias), jax.jit(call)(q, bias))
+    shape = jax.ShapeDtypeStruct((batch, *q.shape[1:]), q.dtype)
+    exported = export.export(jax.jit(call))(shape, bias)
+    assert_same(exported.call(q, bias), jax.jit(call)(q, bias))
 
 
 def export_for_gpu(run, args, **options):

@@ -98,7 +98,7 @@ def test_grad_of_vmap_is_vmap_of_grad(backend):
     assert_same(outside[1:], tuple(jnp.sum(x, axis=0) for x in inside[1:]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_nested_vmap_over_heads_and_batch(backend):
     """A single-head function over heads, then batch, is the call on all of them."""
     options = BACKENDS[backend]
@@ -111,7 +111,7 @@ def test_nested_vmap_over_heads_and_batch(backend):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_three_maps_within_each_other(backend):
     """Each has an axis of its own: two of batch and one of heads, written out."""
     arrays = operands((2, 3, 2, 20, 16), count=4)
