@@ -62,6 +62,16 @@ class Call:
     def dtype(self):
         return self.query.dtype
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether queries have eight bits, too: values have scales (`core.quantise`)."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its operands have: no pages, and no eight bits."""
+        return self.spec.pages is None and not self.is_quantised
+
     @functools.cached_property
     def size(self) -> dict[str, int]:
         """Of every named axis (`core.axes`)."""
