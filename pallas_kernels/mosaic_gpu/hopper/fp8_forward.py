@@ -89,6 +89,10 @@ class Sums(NamedTuple):
     l: jax.Array
     peak: jax.Array
 
+    def added(self, part: jax.Array) -> Sums:
+        """With those of one more block, whose maximum is fixed, or no larger."""
+        return Sums(self.l + part, jnp.maximum(self.peak, part))
+
 
 def forward(
     q: Named,
@@ -377,6 +381,14 @@ class KeyLoop:
         """log2 of the probability at the maximum."""
         return _RUNNING_ROOM if self.all_running else self.plan.room
 
+    @property
+    def running(self) -> jax.Array:
+        """How many blocks, the first ones, have a running maximum."""
+        count = self.tile.count
+        if self.all_running:
+            return count
+        return jnp.minimum(self.tile.edges + self.plan.running, count)
+
     def run(self, acc):
         """Goes through the keys.
 
@@ -386,79 +398,73 @@ class KeyLoop:
         Returns:
           The maximum of each row, `Sums`, and the sums of values.
         """
-        first, tile = self.first, self.tile
-        last = first + tile.count - 1
-        x = self._scores(True, first)
+        first, head = self.first, self.plan.head
+        last = first + self.tile.count - 1
+        x = self._masked(self._products(first), first)
         m = jnp.max(x, axis=-1) * self.unit
         words, part = self._probabilities(x, m)
-        sums = self._no_sums() if part is None else Sums(part, part)
-        state = m, sums, fp8_bytes.joined(words)
+        part = self._nothing if part is None else part
+        state = m, part, fp8_bytes.joined(words)
         step = functools.partial(self._running_step, acc)
-        running = tile.count
+        m, l, p = lax.fori_loop(first + 1, first + self.running, step, state)
+        sums = Sums(l, jnp.zeros_like(l))
         if not self.all_running:
-            running = jnp.minimum(tile.edges + self.plan.running, tile.count)
-        m, *state = lax.fori_loop(first + 1, first + running, step, state)
-        step = functools.partial(self._fixed_step, acc, m)
-        sums, p = lax.fori_loop(first + running, last + 1, step, tuple(state))
+            step = functools.partial(self._fixed_step, acc, m)
+            start = first + self.running
+            sums, p = lax.fori_loop(start, last + 1, step, (sums, p))
         self.queries_read()
         self._add_values(acc, last, p)
         self._finish_values(last)
-        return m, *self._drained(acc, sums, is_last=True)
+        values = acc[...]
+        if self.plan.sums:
+            sums, values = sums.added(values[:, head:]), values[:, :head]
+        return m, sums, values
 
-    def _no_sums(self) -> Sums:
-        nothing = jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
-        return Sums(nothing, nothing)
+    @property
+    def _nothing(self) -> jax.Array:
+        return jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
         i = support.opaque(i)
-        m, sums, p = state
-        x = self._scores(True, i, lambda: self._add_values(acc, i - 1, p))
+        m, l, p = state
+        x = self._products(i, lambda: self._add_values(acc, i - 1, p))
+        x = self._masked(x, i)
         largest = jnp.maximum(m, jnp.max(x, axis=-1) * self.unit)
         alpha = jnp.exp2(m - finite(largest))
         words, part = self._probabilities(x, largest)
         self._finish_values(i - 1)
-        sums, values = self._drained(acc, sums)
+        values = acc[...]
+        if part is None:
+            l = (l + values[:, self.plan.head :]) * self._along(alpha, support.COLUMNS)
+            values = fp8_bytes.cleared(values, self.plan.head)
+        else:
+            l = l * alpha + part
         acc[...] = values * self._along(alpha, values.shape[-1])
-        parts = sums.l.shape[-1] if sums.l.ndim > 1 else None
-        alpha = alpha if parts is None else self._along(alpha, parts)
-        l = sums.l * alpha if part is None else sums.l * alpha + part
-        return largest, Sums(l, sums.peak), fp8_bytes.joined(words)
+        return largest, l, fp8_bytes.joined(words)
 
     def _fixed_step(self, acc, m, i, state):
         """Block i with a fixed maximum, and the values of the block before it."""
         i = support.opaque(i)
         sums, p = state
-        x = self._scores(False, i, lambda: self._add_values(acc, i - 1, p))
+        x = self._products(i, lambda: self._add_values(acc, i - 1, p))
         words, part = self._probabilities(x, m)
         self._finish_values(i - 1)
         if part is None:
-            sums, acc[...] = self._drained(acc, sums)
-        else:
-            sums = Sums(sums.l + part, jnp.maximum(sums.peak, part))
-        return sums, fp8_bytes.joined(words)
+            values = acc[...]
+            part = values[:, self.plan.head :]
+            acc[...] = fp8_bytes.cleared(values, self.plan.head)
+        return sums.added(part), fp8_bytes.joined(words)
 
     def _along(self, x: jax.Array, columns: int) -> jax.Array:
         return support.ARITHMETIC.along(x, -2, (ROWS, columns))
 
-    def _drained(self, acc, sums: Sums, *, is_last: bool = False):
-        """`Sums` with those that the accumulator has, and what is left in that."""
-        values, head = acc[...], self.plan.head
-        if not self.plan.sums:
-            return sums, values
-        part = values[:, head:]
-        sums = Sums(sums.l + part, jnp.maximum(sums.peak, part))
-        if is_last:
-            return sums, values[:, :head]
-        return sums, fp8_bytes.cleared(values, head)
-
     # Scores and probabilities.
 
-    def _scores(self, masked: bool, i, before_wait: Callable | None = None):
-        """Products of queries and the keys of block i, -inf where a mask says so.
+    def _products(self, i, before_wait: Callable | None = None) -> jax.Array:
+        """Products of queries and the keys of block i.
 
         Args:
-          masked: whether pairs of the block may be masked.
           before_wait: issues products that run on after those of queries and keys.
         """
         refs, me = self.program.refs, self.program.warpgroup
@@ -477,8 +483,12 @@ class KeyLoop:
         shape = ROWS, self.plan.block_kv
         x = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         refs.k.release(i)
+        return x
+
+    def _masked(self, x: jax.Array, i) -> jax.Array:
+        """Products of block i, -inf where a mask says so."""
         where = {**self.where, "s": self.tile.keys_at(i - self.first)["s"]}
-        pairs = pairs_of_block(self.spec, where, ("t", "s"), masked, self.plan.launch)
+        pairs = pairs_of_block(self.spec, where, ("t", "s"), True, self.plan.launch)
         return pairs.scores_of(x, self.program.q.dtype).x
 
     def _probabilities(self, x: jax.Array, m: jax.Array):
@@ -517,8 +527,7 @@ class KeyLoop:
         beyond = start + support.numbers_along(0, ROWS) >= self.plan.layout.size["t"]
         good = ((peak < LARGEST) & (m > -jnp.inf)) | beyond
         out = support.warpgroup_any(self.program.warpgroup, jnp.where(good, 0, 1))
-        is_running = self.tile.edges + self.plan.running >= self.tile.count
-        return (out == 0) | is_running
+        return (out == 0) | (self.running == self.tile.count)
 
     def store(self, m: jax.Array, sums: Sums, values: jax.Array) -> None:
         """The epilogue: output and log-sum-exp of these rows."""
