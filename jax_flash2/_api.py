@@ -1,8 +1,7 @@
-"""attention() and explain(): what a caller gives, checked and run."""
+"""attention(): what a caller gives, checked and run."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -11,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2 import _backends, _context, _options, _sharding, _vjp
+from jax_flash2 import _context, _fp8, _options, _sharding, _vjp
 from jax_flash2._arguments import Arguments, Array, Precision, Window
 from jax_flash2._arrays import unwrapped
 from jax_flash2._block_mask import BlockMask
-from jax_flash2._make_block_mask import counts
 from jax_flash2._rows import Context
 from pallas_kernels.configs import Config
 
@@ -47,6 +45,9 @@ class _Options(TypedDict, total=False):
     score_mod: Callable | None
     mask_mod: Callable | None
     block_mask: BlockMask | None
+    query_scale: float | Array | None
+    key_scale: float | Array | None
+    value_scale: float | Array | None
 
 
 @overload
@@ -118,6 +119,9 @@ def attention(
     mask_mod: Callable | None = None,
     return_max_logit: bool = False,
     block_mask: BlockMask | None = None,
+    query_scale: float | Array | None = None,
+    key_scale: float | Array | None = None,
+    value_scale: float | Array | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Computes exact attention in memory linear in the sequence lengths.
 
@@ -336,7 +340,7 @@ def attention(
     Press et al. (2021) for ALiBi; Salmon et al. (2011) for the Philox bits of dropout;
     Dong et al., "Flex Attention" (2024) for score_mod and mask_mod.
     """
-    call = Arguments(
+    arguments = Arguments(
         query=query,
         key=key,
         value=value,
@@ -365,8 +369,14 @@ def attention(
         mask_mod=mask_mod,
         return_max_logit=return_max_logit,
         block_mask=block_mask,
-    ).checked()
-    if context is not None:
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    call = arguments.checked()
+    if arguments.in_eight_bits:
+        found = _fp8.run(call, implementation)
+    elif context is not None:
         _sharding.check_divided(call.operands[:3], context.axes)
         found = _context.attend(call, implementation, context)
     else:
@@ -384,65 +394,3 @@ def given(*arguments: Any, **keywords: Any) -> Arguments:
     bound = inspect.signature(attention).bind(*arguments, **keywords)
     bound.apply_defaults()
     return Arguments(**{name: unwrapped(x) for name, x in bound.arguments.items()})
-
-
-def explain(*arguments: Any, **keywords: Any) -> str:
-    """Says which implementation runs a call here, and why the others do not.
-
-    `explain` checks the call as `attention` does, but computes nothing. Under
-    `jax.vmap` it speaks of one element; which kernels run is decided again, with all
-    elements, when the program is lowered.
-
-    Args:
-      *arguments, **keywords: the arguments of `attention`. Each array may be a
-        `jax.ShapeDtypeStruct`.
-
-    Returns:
-      A text with a line for the decision, one for about how many operations the
-      products of both passes have, and one for each pass (forward, backward, gradients
-      of bias and the like) that names who makes it, why not those before it in the
-      list, and how its work is divided beyond blocks, heads and batch entries. Then
-      come a line for each implementation, and how the axes were read, with notes on
-      what is legal but seldom meant. If the named implementation does not support the
-      call, the first line says why.
-
-    Raises:
-      TypeError, ValueError: if an argument is wrong, as `attention`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_flash2 import explain
-      >>> x = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32)
-      >>> print(explain(x, x, x, implementation="xla").splitlines()[0])
-      implementation: xla
-    """
-    parameters = inspect.signature(attention).parameters
-    _options.check_keywords("explain", parameters, keywords)
-    found = given(*arguments, **keywords)
-    structs = {
-        name: x
-        for name, x in vars(found).items()
-        if isinstance(x, jax.ShapeDtypeStruct | BlockMask)
-    }
-    texts, notes = [], []
-
-    def check(arrays):
-        call = dataclasses.replace(found, **arrays).checked()
-        parts = (*call.spec.score.terms, *call.spec.masks)
-        notes.extend(x.words for x in parts if x.words)
-        if found.mask_mod is not None:
-            kinds = ", ".join(type(x).__name__ for x in call.spec.masks)
-            notes.append(f"masks, those of mask_mod among them: {kinds}")
-        if found.context is not None:
-            texts.append(_context.explain(call, found.implementation, found.context))
-        elif _context.on_mesh(divided, call, found.implementation) is None:
-            texts.append(_backends.explain(found.implementation, call))
-
-    def divided(call, implementation, context):
-        texts.append(_context.explain(call, implementation, context))
-        return _context.attend(call, implementation, context)
-
-    jax.eval_shape(check, structs)
-    return "\n".join(
-        [*texts[:1], *(f"  {x}" for x in (*found.reading(), *notes, *counts(found)))]
-    )

@@ -534,8 +534,9 @@ class KeyLoop:
         refs, me, head = self.program.refs, self.program.warpgroup, self.plan.head
         l = sums.l if sums.l.ndim == 1 else jnp.sum(sums.l, axis=-1)
         empty = l == 0.0
+        nothing = 0.0 * self.unit  # NaN, if there is NaN in queries or keys
         scale = self.program.scales.value.load((), self.where)
-        by = self._along(jnp.where(empty, 0.0, scale / l), head)
+        by = self._along(jnp.where(empty, nothing, scale / l), head)
         output = (values * by).astype(jnp.bfloat16)
         surplus = fp8_bytes.SURPLUS if self.plan.sums else 1.0
         log = (finite(m) - self.room) * LN_2 + jnp.log(l * (1.0 / surplus))
