@@ -311,7 +311,10 @@ def attend(
     # If the previous slot has a tile of this pass, that one fetched these queries.
     pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
-    loop = KeyLoop(program, tile, spec, where, first, bool(all_running), fetch_next)
+    unit = program.scales.unit.load((), where)
+    loop = KeyLoop(
+        program, tile, spec, where, unit, first, bool(all_running), fetch_next
+    )
     shape = ROWS, plan.storage.value_rows
     accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
     m, sums, values = pl.run_scoped(loop.run, accumulator)
@@ -353,6 +356,7 @@ class KeyLoop:
       tile: the work tile.
       spec: with what these rows have loaded.
       where: head and batch entry, and which rows these are.
+      unit: what makes products scores in units of log2.
       first: number of the first block.
       all_running: whether all blocks have a running maximum.
       queries_read: called when no more products read the queries.
@@ -362,6 +366,7 @@ class KeyLoop:
     tile: WorkTile
     spec: AttentionSpec
     where: Where
+    unit: jax.Array
     first: Any
     all_running: bool
     queries_read: Callable[[], None]
@@ -369,12 +374,6 @@ class KeyLoop:
     @property
     def plan(self) -> Plan:
         return self.program.plan
-
-    @functools.cached_property
-    def unit(self) -> jax.Array:
-        """What makes products scores in units of log2."""
-        view = self.program.scales.unit
-        return view.load((), self.where)
 
     @property
     def room(self) -> int:
