@@ -11,7 +11,9 @@ passes go together, for queries, keys and values of float8_e4m3fn. What differs:
   blocks, a probability is 2**room there (`Plan.room`). A larger one than `LARGEST` is
   cut; the sum of its block tells (`Sums.peak`), and its tile goes through the second
   pass, with running maxima, in which probabilities are up to 2**8. In the first pass
-  the edges and one more block have running maxima.
+  the edges and one more block have running maxima; and all blocks of the `_WARY` tiles
+  that follow such a tile, as others of the layer may be like it. (Not in a dynamic
+  schedule, where bits would depend on who took which tile.)
 - Sums of probabilities are those of the rounded numbers, so that what rounding adds to
   all of them cancels. They come from the product with values, where a row of ones
   follows these (`fp8_plan.with_sums`); else from additions.
@@ -62,6 +64,8 @@ from pallas_kernels.program import pairs as pairs_of_block
 
 # log2 of the probability of a running maximum.
 _RUNNING_ROOM = 8
+# How many tiles have running maxima after one that left the range of a fixed one.
+_WARY = 8
 
 
 @jax.tree_util.register_dataclass
@@ -220,6 +224,16 @@ class WorkTile:
         """In how many of them, the first ones, pairs may be masked."""
         return jnp.int32(self.blocks.edges)
 
+    def running(self, more: int, wary) -> jax.Array:
+        """How many blocks, the first ones, have a running maximum.
+
+        Args:
+          more: beyond the edges.
+          wary: whether it is all of them.
+        """
+        count = self.count
+        return jnp.where(wary > 0, count, jnp.minimum(self.edges + more, count))
+
     def keys_at(self, i) -> Where:
         """Where block number i of keys lies."""
         size = self.block_kv
@@ -272,7 +286,7 @@ def compute(program: Program) -> None:
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
     plan.ping_pong.start(me)
     scheduler.wait_for(0)
-    nothing = jnp.int32(0), jnp.int32(0)
+    nothing = jnp.int32(0), jnp.int32(0), jnp.int32(0)
     state = scheduler.fold(functools.partial(attend, program, scheduler, 0), nothing)
     refs.tile_words.ref[me] = state[1]
     plgpu.barrier_arrive(refs.pass_done.at[0])
@@ -290,14 +304,14 @@ def attend(
       tiles: those of the pass.
       all_running: 1 in the second pass, 0 in the first.
       slot: of the thread block, which has the work tile.
-      state: how many blocks of keys the pipelines have had, and the set of tiles that
-        this warpgroup has not finished.
+      state: how many blocks of keys the pipelines have had, the set of tiles that this
+        warpgroup has not finished, and how many of the next ones have running maxima.
 
     Returns:
       The state after this work tile.
     """
     plan, me = program.plan, program.warpgroup
-    first, unfinished = state
+    first, unfinished, wary = state
     tile = program.work_tile(slot, all_running)
     start = tile.start + me * ROWS
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
@@ -311,9 +325,16 @@ def attend(
     # If the previous slot has a tile of this pass, that one fetched these queries.
     pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
-    unit = program.scales.unit.load((), where)
     loop = KeyLoop(
-        program, tile, spec, where, unit, first, bool(all_running), fetch_next
+        program,
+        tile,
+        spec,
+        where,
+        unit=program.scales.unit.load((), where),
+        first=first,
+        running=tile.running(plan.running, wary),
+        all_running=bool(all_running),
+        queries_read=fetch_next,
     )
     shape = ROWS, plan.storage.value_rows
     accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
@@ -322,9 +343,12 @@ def attend(
     if all_running:
         good &= has(unfinished, slot)
     else:
-        unfinished |= (~good).astype(jnp.int32) << slot
+        bad = (~good).astype(jnp.int32)
+        unfinished |= bad << slot
+        if plan.schedule.is_static:
+            wary = jnp.maximum(wary - 1, _WARY * bad)
     pl.when(good)(functools.partial(loop.store, m, sums, values))
-    return first + tile.count, unfinished
+    return first + tile.count, unfinished, wary
 
 
 def fetch_queries(program: Program, slot) -> None:
@@ -358,7 +382,8 @@ class KeyLoop:
       where: head and batch entry, and which rows these are.
       unit: what makes products scores in units of log2.
       first: number of the first block.
-      all_running: whether all blocks have a running maximum.
+      running: how many blocks have a running maximum.
+      all_running: whether all have, in the second pass.
       queries_read: called when no more products read the queries.
     """
 
@@ -368,6 +393,7 @@ class KeyLoop:
     where: Where
     unit: jax.Array
     first: Any
+    running: jax.Array
     all_running: bool
     queries_read: Callable[[], None]
 
@@ -379,14 +405,6 @@ class KeyLoop:
     def room(self) -> int:
         """log2 of the probability at the maximum."""
         return _RUNNING_ROOM if self.all_running else self.plan.room
-
-    @property
-    def running(self) -> jax.Array:
-        """How many blocks, the first ones, have a running maximum."""
-        count = self.tile.count
-        if self.all_running:
-            return count
-        return jnp.minimum(self.tile.edges + self.plan.running, count)
 
     def run(self, acc):
         """Goes through the keys.

@@ -32,7 +32,6 @@ from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES, Schedule
 
 HEAD_SIZES = (64, 128, 256)
-FIRST_JAX = (0, 11)
 # Columns of a product, at most.
 _MOST_COLUMNS = 256
 # The sum of a block of probabilities from which on one may have been cut to it: the
@@ -67,9 +66,6 @@ def plan(call: Call, pass_: Pass) -> ForwardPlan | Declined:
 
 def _unsupported(call: Call) -> str | None:
     """Why no kernel in eight bits makes a call, or None."""
-    if jax.__version_info__ < FIRST_JAX:
-        first = ".".join(map(str, FIRST_JAX))
-        return f"its FP8 kernel needs JAX {first}, and this is {jax.__version__}"
     if call.dtype != DTYPE:
         return f"its FP8 kernel takes {jnp.dtype(DTYPE).name}, not {call.dtype.name}"
     h, d = call.head_sizes
