@@ -12,10 +12,13 @@ from pallas_kernels.core import clear
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.scores import Score
 from pallas_kernels.mosaic_gpu import memory, support
-from pallas_kernels.mosaic_gpu.hopper.fp8_bytes import DTYPE, KEY_ORDER
+from pallas_kernels.mosaic_gpu.hopper.fp8_bytes import DTYPE
 from pallas_kernels.mosaic_gpu.hopper.fp8_forward import Scales, unit_of
 from pallas_kernels.mosaic_gpu.hopper.fp8_forward import forward as kernel
 from pallas_kernels.mosaic_gpu.hopper.fp8_plan import ForwardPlan, with_sums
+
+# TMA copies rows of values in parts of so many bytes.
+_KEYS = 128
 
 
 def forward(plan: ForwardPlan, call: Call, outputs):
@@ -39,29 +42,32 @@ def forward(plan: ForwardPlan, call: Call, outputs):
 
 
 def values(v: Named) -> memory.Prepared:
-    """Values as the kernel reads them: [.., Hv, keys], keys of each 16 in `KEY_ORDER`.
+    """Values as the kernel reads them: [.., Hv, keys], keys of each 16 in another order.
 
-    Zeros fill the last 16 keys. With `with_sums`, a row of ones and seven of zeros
+    Zeros fill the last `_KEYS` keys. With `with_sums`, a row of ones and seven of zeros
     follow the Hv rows.
     """
     v = v.squeezed()
     axes: Axes = (*(a for a in v.axes if a not in ("d", "s")), "d", "s")
-    # As integers: XLA for CPUs has no fast moves of such floats (`core.gather.bits`).
-    x = jax.lax.bitcast_convert_type(v.to(axes), jnp.uint8)
+    bits = jax.lax.bitcast_convert_type
+    # XLA transposes fast where it does nothing else in that pass.
+    x = jax.lax.optimization_barrier(Named(bits(v.value, jnp.uint8), v.axes).to(axes))
     *lead, rows, keys = x.shape
-    group = len(KEY_ORDER)
-    more = [(0, 0)] * (x.ndim - 1) + [(0, -keys % group)]
-    x = jnp.pad(x, more) if keys % group else x
-    # Of a number 8 a + 2 t + e, to the place 4 t + 2 a + e.
-    x = jnp.swapaxes(x.reshape(*lead, rows, -1, 2, 4, 2), -2, -3)
-    x = x.reshape(*lead, rows, -1)
+    more = [(0, 0)] * (x.ndim - 1) + [(0, -keys % _KEYS)]
+    x = jnp.pad(x, more) if keys % _KEYS else x
+    # Keys 2 t and 2 t + 1 are one number of two bytes. The first four of eight and the
+    # last four then take turns (`fp8_bytes`).
+    x = bits(x.reshape(*lead, rows, -1, 2), jnp.uint16)
+    pairs = x.shape
+    x = jnp.swapaxes(x.reshape(*lead, rows, -1, 2, 4), -2, -1).reshape(pairs)
     if with_sums(rows):
-        one = jax.lax.bitcast_convert_type(jnp.ones((), DTYPE), jnp.uint8)
+        one = bits(jnp.ones(2, DTYPE), jnp.uint16)
         first = jnp.arange(support.COLUMNS)[:, None] == 0
-        ones = jnp.where(first, one, jnp.uint8(0))
-        shape = *lead, support.COLUMNS, x.shape[-1]
+        ones = jnp.where(first, one, jnp.uint16(0))
+        shape = *lead, support.COLUMNS, pairs[-1]
         x = jnp.concatenate([x, jnp.broadcast_to(ones, shape)], axis=-2)
-    return memory.Prepared(jax.lax.bitcast_convert_type(x, DTYPE), axes)
+    x = bits(x, DTYPE).reshape(*x.shape[:-1], -1)
+    return memory.Prepared(x, axes)
 
 
 def _scales(call: Call) -> Scales:

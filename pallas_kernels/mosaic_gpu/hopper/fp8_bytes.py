@@ -2,8 +2,8 @@
 
 Two things differ from 16 bits. A product gives a thread the columns 2t, 2t + 1, 8 + 2t
 and 9 + 2t of every 16, and wants 4t to 4t + 3 of its left operand. Nothing is
-exchanged for that: the sum over keys has any order, so values lie in memory with their
-keys in the order of `KEY_ORDER`.
+exchanged for that: the sum over keys has any order, so values lie in memory with keys
+0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 of every 16 in this order (`fp8.values`).
 
 And ptxas puts all products in sequence (C7513) where the next operand is made while a
 product reads the last one. So it is made in two steps: `rounded` or `by_bits` give the
@@ -36,8 +36,6 @@ from jaxlib.mlir.dialects import llvm, vector
 from pallas_kernels.mosaic_gpu import support
 
 DTYPE = jnp.float8_e4m3fn
-# Where keys of each 16 stand in memory, as columns of values: 0 1 8 9 2 3 10 11 ...
-KEY_ORDER = tuple(8 * a + 2 * t + e for t in range(4) for a in (0, 1) for e in (0, 1))
 # The largest byte is that of 448, and whole numbers x lie 8 bytes apart from -7 on.
 _LARGEST, _STEP, _BIAS = 126, 8, 7
 # The mean of (1 + f) / 2**f for f from 0 to 1.
