@@ -174,7 +174,7 @@ class Arguments:
                 f"{self.precision!r}"
             )
         scales = [shape.operand_scale(name, x) for name, x in given.items()]
-        return with_scales(spec, *scales)
+        return with_scales(spec, *scales, group=shape.group)
 
     def _check_block_mask(self) -> None:
         if not isinstance(self.block_mask, BlockMask):

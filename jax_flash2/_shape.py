@@ -43,6 +43,7 @@ class Shape:
         )
         self.heads = () if self.single else (query.shape[-2],)
         self.key_heads = () if self.single else (key.shape[-2],)
+        self.group = 1 if self.single else self.heads[0] // max(self.key_heads[0], 1)
         self.head_axes = ("n",) if self.heads else ()
 
     def operands(self, query, key, value) -> list[Named]:

@@ -92,25 +92,30 @@ class Quantised:
 
 
 def with_scales(
-    spec: AttentionSpec, query: Named, key: Named, value: Named, factor: float = 1.0
+    spec: AttentionSpec,
+    query: Named,
+    key: Named,
+    value: Named,
+    *,
+    group: int,
+    factor: float = 1.0,
 ) -> AttentionSpec:
-    """A spec with scales, `Named` with axes of batch and heads.
+    """A spec with scales, `Named` with axes of batch and heads, some or none.
 
     Args:
-      query, key, value: the scales of the operands, without axes of size 1.
+      query, key, value: the scales of the operands, in float32.
+      group: query heads of a key/value head.
       factor: of products of queries and keys.
     """
-    size = sizes([query, key])
-    group = size["n"] // size["k"] if {"n", "k"} <= set(size) else 1
-    split = query.split("n", "g", group).renamed("n", "k")
-    names = dict.fromkeys(a for x in (split, key) for a in x.axes)
-    heads = tuple(a for a in ("k", "g") if a in names)
-    own = (*(a for a in names if a not in heads), *heads)
-    both = Named(split.to(own) * key.to(own) * jnp.float32(factor), own)
-    if "g" in own:
-        both = both.joined("k", "g").renamed("k", "n")
-    elif group == 1:
-        both = both.renamed("k", "n")
+    query = query.split("n", "g", group).renamed("n", "k")
+    names = dict.fromkeys(a for x in (query, key) for a in x.axes)
+    heads = ("k", "g") if "k" in names else ()
+    own = (*(a for a in names if a not in ("k", "g")), *heads)
+    product = query.to(own) * key.to(own) * jnp.float32(factor)
+    both = Named(product, own)
+    if heads:
+        product = jnp.broadcast_to(product, (*product.shape[:-1], group))
+        both = Named(product, own).joined("k", "g").renamed("k", "n")
     score = dataclasses.replace(spec.score, key_scale=both)
     return dataclasses.replace(spec, score=score, value_scale=value)
 
@@ -137,7 +142,9 @@ def quantised(query: Named, key: Named, value: Named, spec: AttentionSpec) -> Qu
         _narrow(k, mean, keys),
         _narrow(value, mean_value, keys),
     )
-    own = with_scales(spec, q_scale, k_scale, v_scale, factor)
+    group = Heads.of(sizes([query, key])).group
+    scales = q_scale, k_scale, v_scale
+    own = with_scales(spec, *scales, group=group, factor=factor)
     to_lse = None if mean is None else _of_mean(q, mean, spec, factor)
     return Quantised(q8, k8, v8, own, to_lse, mean_value)
 
