@@ -1,4 +1,7 @@
-"""Attention in eight bits: operands that have them, or get them here; no derivatives."""
+"""Attention in eight bits: operands that have them, or get them here.
+
+There are no derivatives.
+"""
 
 from __future__ import annotations
 

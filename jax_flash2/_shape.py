@@ -43,7 +43,8 @@ class Shape:
         )
         self.heads = () if self.single else (query.shape[-2],)
         self.key_heads = () if self.single else (key.shape[-2],)
-        self.group = 1 if self.single else self.heads[0] // max(self.key_heads[0], 1)
+        heads = (1, 1) if self.single else (query.shape[-2], key.shape[-2])
+        self.group = heads[0] // max(heads[1], 1)
         self.head_axes = ("n",) if self.heads else ()
 
     def operands(self, query, key, value) -> list[Named]:

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether queries have eight bits, too: values have scales (`core.quantise`)."""
+        """Whether queries, too, have eight bits (`core.quantise`)."""
         return self.dtype.itemsize == 1
 
     @property

@@ -67,7 +67,7 @@ def rotation(size: int) -> tuple[np.ndarray, float]:
 
 def _ones(x: np.ndarray) -> np.ndarray:
     """How many bits of each number are set."""
-    return sum((x >> i) & 1 for i in range(16))
+    return np.sum([(x >> i) & 1 for i in range(16)], axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,7 @@ def test_derivatives_are_refused(argument):
         return jnp.sum(attention(**x, precision="fp8").astype(jnp.float32))
 
     for derive in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
-        with pytest.raises(TypeError, match="8 bits .* no derivatives: call jax_flash2"):
+        with pytest.raises(TypeError, match=r"8 bits .* no derivatives: call jax"):
             derive(arguments[argument])
     stopped = jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(arguments[argument])
     assert not np.any(stopped)

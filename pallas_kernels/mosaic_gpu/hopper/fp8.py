@@ -42,7 +42,7 @@ def forward(plan: ForwardPlan, call: Call, outputs):
 
 
 def values(v: Named) -> memory.Prepared:
-    """Values as the kernel reads them: [.., Hv, keys], keys of each 16 in another order.
+    """Values as the kernel reads them: [.., Hv, keys], each 16 keys in another order.
 
     Zeros fill the last `_KEYS` keys. With `with_sums`, a row of ones and seven of zeros
     follow the Hv rows.

@@ -90,7 +90,7 @@ def joined(words: jax.Array) -> jax.Array:
     """The left operand [rows, keys] of words [rows, keys / 2]."""
     rows, columns = words.shape
     shape = rows, 2 * columns
-    result = plgpu.ShapeDtypeStruct(shape, DTYPE, layout=_LEFT)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(DTYPE), layout=_LEFT)
 
     @support.inline_mgpu(arg_types=(_PRODUCT,), return_type=result)
     def join(_, words):
@@ -115,7 +115,7 @@ def _bits(x: float) -> str:
 
 
 def _in_words(
-    shape: tuple[int, int], text: str, *, with_line: bool = False
+    shape: tuple[int, ...], text: str, *, with_line: bool = False
 ) -> Callable[..., jax.Array]:
     """A function that makes words of two bytes from each four results of a thread.
 

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper in eight bits (Shah 2024, FlashAttention-3, section 3.3).
+"""The forward kernel for Hopper in eight bits (Shah 2024, FlashAttention-3, 3.3).
 
 It is the kernel of `forward`, whose text says how warpgroups, pipelines, work tiles and
 passes go together, for queries, keys and values of float8_e4m3fn. What differs:
@@ -86,16 +86,16 @@ class Sums(NamedTuple):
     """What rows carry along the keys, beside the sums of values and the maximum.
 
     Attributes:
-      l: sums of probabilities, [ROWS], or parts of them, [ROWS, 8].
+      total: sums of probabilities, [ROWS], or parts of them, [ROWS, 8].
       peak: the largest sum of a block with a fixed maximum, likewise.
     """
 
-    l: jax.Array
+    total: jax.Array
     peak: jax.Array
 
     def added(self, part: jax.Array) -> Sums:
         """With those of one more block, whose maximum is fixed, or no larger."""
-        return Sums(self.l + part, jnp.maximum(self.peak, part))
+        return Sums(self.total + part, jnp.maximum(self.peak, part))
 
 
 def forward(
@@ -174,7 +174,9 @@ class Program:
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         words, taken = refs.tile_words.ref, refs.tile_taken
         scheduler = tiles_of(plan.schedule, thread_block, words, taken)
-        return cls(plan, *inputs, *outputs, refs, warpgroup, scheduler)
+        (q, k, v, spec, scales), (o, lse) = inputs, outputs
+        views = q, k, v, spec, scales, o, lse
+        return cls(plan, *views, refs, warpgroup, scheduler)
 
     def work_tile(self, slot, all_running) -> WorkTile:
         """The work tile in a slot of the thread block.
@@ -423,8 +425,8 @@ class KeyLoop:
         part = self._nothing if part is None else part
         state = m, part, fp8_bytes.joined(words)
         step = functools.partial(self._running_step, acc)
-        m, l, p = lax.fori_loop(first + 1, first + self.running, step, state)
-        sums = Sums(l, jnp.zeros_like(l))
+        m, total, p = lax.fori_loop(first + 1, first + self.running, step, state)
+        sums = Sums(total, jnp.zeros_like(total))
         if not self.all_running:
             step = functools.partial(self._fixed_step, acc, m)
             start = first + self.running
@@ -444,7 +446,7 @@ class KeyLoop:
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
         i = support.opaque(i)
-        m, l, p = state
+        m, total, p = state
         x = self._products(i, lambda: self._add_values(acc, i - 1, p))
         x = self._masked(x, i)
         largest = jnp.maximum(m, jnp.max(x, axis=-1) * self.unit)
@@ -453,12 +455,13 @@ class KeyLoop:
         self._finish_values(i - 1)
         values = acc[...]
         if part is None:
-            l = (l + values[:, self.plan.head :]) * self._along(alpha, support.COLUMNS)
+            total = total + values[:, self.plan.head :]
+            total = total * self._along(alpha, support.COLUMNS)
             values = fp8_bytes.cleared(values, self.plan.head)
         else:
-            l = l * alpha + part
+            total = total * alpha + part
         acc[...] = values * self._along(alpha, values.shape[-1])
-        return largest, l, fp8_bytes.joined(words)
+        return largest, total, fp8_bytes.joined(words)
 
     def _fixed_step(self, acc, m, i, state):
         """Block i with a fixed maximum, and the values of the block before it."""
@@ -549,14 +552,15 @@ class KeyLoop:
     def store(self, m: jax.Array, sums: Sums, values: jax.Array) -> None:
         """The epilogue: output and log-sum-exp of these rows."""
         refs, me, head = self.program.refs, self.program.warpgroup, self.plan.head
-        l = sums.l if sums.l.ndim == 1 else jnp.sum(sums.l, axis=-1)
-        empty = l == 0.0
+        total = sums.total
+        total = total if total.ndim == 1 else jnp.sum(total, axis=-1)
+        empty = total == 0.0
         nothing = 0.0 * self.unit  # NaN, if there is NaN in queries or keys
         scale = self.program.scales.value.load((), self.where)
-        by = self._along(jnp.where(empty, nothing, scale / l), head)
+        by = self._along(jnp.where(empty, nothing, scale / total), head)
         output = (values * by).astype(jnp.bfloat16)
         surplus = fp8_bytes.SURPLUS if self.plan.sums else 1.0
-        log = (finite(m) - self.room) * LN_2 + jnp.log(l * (1.0 / surplus))
+        log = (finite(m) - self.room) * LN_2 + jnp.log(total * (1.0 / surplus))
         wait_until_stored()  # of the previous work tile, which used the same tiles
         refs.lse.ref[me] = jnp.where(empty, -jnp.inf, log)
         tile, columns = refs.o.at(me), self.plan.storage.output_columns
