@@ -12,9 +12,10 @@ pictures of masks.
 from jax_flash2 import _derivatives as _derivatives
 from jax_flash2 import _taylor as _taylor
 from jax_flash2 import nn
-from jax_flash2._api import attention, explain
+from jax_flash2._api import attention
 from jax_flash2._block_mask import BlockMask
 from jax_flash2._cache import append_to_pages, page_slots, quantize_kv
+from jax_flash2._explain import explain
 from jax_flash2._flashify import flashify
 from jax_flash2._flax import flax_attention
 from jax_flash2._make_block_mask import make_block_mask

@@ -26,6 +26,7 @@ from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Atom, Lengths
+from pallas_kernels.core.quantise import FP8, with_scales
 from pallas_kernels.core.scores import (
     Alibi,
     Bias,
@@ -40,7 +41,7 @@ Array = jax.Array | np.ndarray
 Window = int | tuple[int | None, int | None]
 Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, FP8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,6 +76,9 @@ class Arguments:
     mask_mod: Callable | None
     return_max_logit: bool
     block_mask: BlockMask | None
+    query_scale: float | Array | None
+    key_scale: float | Array | None
+    value_scale: float | Array | None
 
     def checked(self) -> Call:
         """The call that they describe, with named axes.
@@ -109,6 +113,7 @@ class Arguments:
             spec = dataclasses.replace(spec, offset=None)
         all_keys = parts * shape.s
         spec = spec.with_known_rows(parts * shape.t, all_keys)
+        spec = self._with_scales(shape, spec, query.dtype)
         if self.config is not None:
             division.check(self.config.splits, all_keys)
         q, k, v = shape.operands(query, key, value)
@@ -126,7 +131,50 @@ class Arguments:
             raise TypeError(
                 f"context must be a jax_flash2.Context, got {self.context!r}"
             )
-        return _options.check_precision(self.precision)
+        return None if self.wants_fp8 else _options.check_precision(self.precision)
+
+    @property
+    def wants_fp8(self) -> bool:
+        """Whether `precision` asks for products of eight bits."""
+        return isinstance(self.precision, str) and self.precision == _options.FP8
+
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether products are of eight bits (of arguments that were checked)."""
+        return self.wants_fp8 or jnp.dtype(self.query.dtype).itemsize == 1
+
+    def _with_scales(self, shape: Shape, spec: AttentionSpec, dtype) -> AttentionSpec:
+        """The spec with the scales of operands of eight bits."""
+        names = ("query_scale", "key_scale", "value_scale")
+        given = {name: getattr(self, name) for name in names}
+        is_narrow = dtype == FP8
+        if not is_narrow:
+            found = [name for name, x in given.items() if x is not None]
+            if found:
+                raise ValueError(
+                    f"{found[0]} must be None for a query in {dtype.name}, which is "
+                    "not quantised, got a scale"
+                )
+            two_bytes = dtype.itemsize == 2
+            if self.wants_fp8 and not two_bytes:
+                raise TypeError(
+                    "precision='fp8' takes bfloat16 or float16 operands, got query "
+                    f"{dtype.name}: cast them, as query.astype(jax.numpy.bfloat16)"
+                )
+        if self.context is not None and (is_narrow or self.wants_fp8):
+            raise ValueError(
+                "context must be None with precision='fp8' or float8_e4m3fn operands, "
+                f"got {self.context!r}"
+            )
+        if not is_narrow:
+            return spec
+        if self.precision is not None and not self.wants_fp8:
+            raise ValueError(
+                "precision must be None or 'fp8' for float8_e4m3fn operands, got "
+                f"{self.precision!r}"
+            )
+        scales = [shape.operand_scale(name, x) for name, x in given.items()]
+        return with_scales(spec, *scales, group=shape.group)
 
     def _check_block_mask(self) -> None:
         if not isinstance(self.block_mask, BlockMask):
@@ -227,8 +275,8 @@ def _check_operands(query: Array, key: Array, value: Array) -> tuple[jax.Array, 
         check_array(name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(
-                f"{name} must have dtype bfloat16, float16, float32 or float64, got "
-                f"{x.dtype.name}"
+                f"{name} must have dtype bfloat16, float16, float32, float64 or "
+                f"float8_e4m3fn (with scales), got {x.dtype.name}"
             )
         if x.dtype != query.dtype:
             raise TypeError(

@@ -146,7 +146,7 @@ def passes(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made] | Decli
     forward = plan(name, call, "forward")
     if isinstance(forward, Declined):
         return forward
-    if call.spec.pages is not None:  # it has no gradients
+    if not call.has_gradients:
         return {"forward": Made(name, forward, {})}
     backward = _maker(name, call, "backward", is_named=is_named)
     if isinstance(backward, Declined):

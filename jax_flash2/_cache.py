@@ -14,6 +14,7 @@ from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
 from jax_flash2._pools import AXES, QUANTISED, letters_of
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import bits, indexed
+from pallas_kernels.core.quantise import largest_of, narrowed
 
 
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
@@ -110,8 +111,8 @@ def quantize_kv(
         )
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=tuple(numbers), keepdims=True, initial=0.0)
-    scale = largest / _top(dtype)
-    return _narrow(x, scale, dtype), jnp.squeeze(scale, -1)
+    scale = largest / largest_of(dtype)
+    return narrowed(x, scale, dtype), jnp.squeeze(scale, -1)
 
 
 def append_to_pages(
@@ -233,7 +234,7 @@ class _Pool:
         else:
             of_rows = of_rows.astype(jnp.float32)
             of_rows = of_rows[:, None] if of_rows.ndim else of_rows
-            rows = _narrow(rows, of_rows, self.pages.dtype)
+            rows = narrowed(rows, of_rows, self.pages.dtype)
         return self._put(self.pages, self.axes, rows, slots), scale
 
     def _scale(self, name: str, x) -> jax.Array:
@@ -279,15 +280,3 @@ def _quantised(name: str, dtype) -> np.dtype:
             f"{name} must be int8, float8_e4m3fn or float8_e5m2, got {dtype!r}"
         )
     return found
-
-
-def _top(dtype) -> float:
-    """The largest number."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-
-
-def _narrow(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
-    """x over its scale, rounded to the dtype; what is too large is its largest."""
-    x = x / jnp.where(scale == 0.0, 1.0, scale)
-    x = jnp.clip(x, -_top(dtype), _top(dtype))
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)

@@ -265,6 +265,7 @@ class _Cut:
 
 def forward(_: Plan, call: Call, outputs):
     """The results of a call (`backend.Backend`)."""
+    call = call.widened
     q, k, v, spec = call.query, call.key, call.value, call.spec
     blocks = None if call.config is None else call.config.forward
     cut = _Cut.of([q, k, v], spec, blocks, call.precision)

@@ -56,7 +56,7 @@ class Problem:
         known = set(problem.places.values())
         others = (x for i, x in enumerate(leaves) if i not in known)
         unknown = [x for x in others if is_differentiable(x)]
-        if unknown and call.spec.pages is None:  # no gradients of those
+        if unknown and call.has_gradients:
             raise ValueError(
                 "a floating-point operand must be query, key, value, sink or an operand"
                 f" of a term of the score, got another with axes {unknown[0].axes}"
@@ -90,7 +90,11 @@ class Problem:
         return dataclasses.replace(self, tree=tree)
 
     def result_dtype(self, dtype):
-        """Of a result that has that dtype if it is no part of another."""
+        """Of a result that has that dtype if it is no part of another.
+
+        Of eight bits it is bfloat16.
+        """
+        dtype = jnp.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
         return jnp.promote_types(dtype, jnp.float32) if self.is_part else dtype
 
     def call(self, operands) -> Call:

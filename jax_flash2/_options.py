@@ -21,6 +21,8 @@ from pallas_kernels.core.masks import Window
 STATIC = "because it is compiled into the program"
 # Windows reach no farther than this, so that int32 sums of positions do not overflow.
 FAR = 1 << 28
+# The value of `precision` that asks for products of eight bits.
+FP8 = "fp8"
 
 
 def check_soft_cap(x) -> float | None:
@@ -78,7 +80,7 @@ def check_precision(precision) -> jax.lax.Precision | None:
     found = [_precision(x) for x in pair]
     if len(pair) not in (1, 2) or None in found:
         raise ValueError(
-            "precision must be None, 'default', 'high', 'highest', a "
+            "precision must be None, 'default', 'high', 'highest', 'fp8', a "
             "jax.lax.Precision, a jax.lax.DotAlgorithmPreset or a pair of these, got "
             f"{precision!r}"
         )

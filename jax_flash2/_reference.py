@@ -34,7 +34,7 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
 
 
 def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
-    call = problem.named(arrays)
+    call = problem.named(arrays).widened
     q, k, v, spec = call.query, call.key, call.value, call.spec
     operands = [q, k, v, *jax.tree.leaves(spec)]
     outputs = o, *of_rows = forward_outputs(problem, operands)

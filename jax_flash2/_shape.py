@@ -42,6 +42,9 @@ class Shape:
             x.shape[0] if self.single else x.shape[-3] for x in (query, key)
         )
         self.heads = () if self.single else (query.shape[-2],)
+        self.key_heads = () if self.single else (key.shape[-2],)
+        heads = (1, 1) if self.single else (query.shape[-2], key.shape[-2])
+        self.group = heads[0] // max(heads[1], 1)
         self.head_axes = ("n",) if self.heads else ()
 
     def operands(self, query, key, value) -> list[Named]:
@@ -159,6 +162,32 @@ class Shape:
 
     def sinks(self, x) -> Named:
         return self._per_head("sinks", x, batched=False)
+
+    def operand_scale(self, name: str, x) -> Named:
+        """The scale of query, key or value of eight bits."""
+        is_query = name == "query_scale"
+        heads = self.heads if is_query else self.key_heads
+        axes: Axes = () if self.single else ("n" if is_query else "k",)
+        x = unwrapped(x)
+        if x is None:
+            raise TypeError(
+                f"{name} must be given for operands in float8_e4m3fn, got None: what "
+                "they are multiplied by, 1.0 for nothing"
+            )
+        if isinstance(x, int | float) and not isinstance(x, bool):
+            x = np.float32(x)
+        x = self._float(name, x)
+        shapes: dict[tuple[int, ...], Axes] = {
+            (): (),
+            heads: axes,
+            (*self.batch, *heads): (*self.batch_axes, *axes),
+        }
+        if x.shape not in shapes:
+            expected = ", ".join(map(str, shapes))
+            raise ValueError(
+                f"{name} must have one of the shapes {expected}, got shape {x.shape}"
+            )
+        return Named(x.astype(jnp.float32), shapes[x.shape])
 
     def bias(self, x) -> Named:
         return self._of_pairs("bias", self._float("bias", x))

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Named, batch_axes, sizes
@@ -61,6 +62,30 @@ class Call:
     @property
     def dtype(self):
         return self.query.dtype
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether queries, too, have eight bits (`core.quantise`)."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def widened(self) -> Call:
+        """The same, of operands in bfloat16 if they have eight bits: it has them all.
+
+        Scales stay with the spec.
+        """
+        if not self.is_quantised:
+            return self
+        query, key, value = (
+            Named(x.value.astype(jnp.bfloat16), x.axes)
+            for x in (self.query, self.key, self.value)
+        )
+        return dataclasses.replace(self, query=query, key=key, value=value)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its operands have: no pages, and no eight bits."""
+        return self.spec.pages is None and not self.is_quantised
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

@@ -34,6 +34,7 @@ from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.mosaic_gpu import hopper, pairwise, support
 from pallas_kernels.mosaic_gpu.ampere import products
+from pallas_kernels.mosaic_gpu.hopper import fp8_bytes
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
@@ -96,6 +97,27 @@ def _store(ref, x) -> None:
     ref[...] = x
 
 
+def _rounded(p: jax.Array) -> jax.Array:
+    return jnp.minimum(p, 448.0).astype(fp8_bytes.DTYPE)
+
+
+def _by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
+    z = jnp.clip((x * unit + shift + 7) * (8 / 126), 0.0, 1.0)
+    z = jnp.where(jnp.isnan(x), 0.0, z)
+    byte = jnp.round(126 * z).astype(jnp.uint8)
+    return lax.bitcast_convert_type(byte, fp8_bytes.DTYPE)
+
+
+def _joined(p: jax.Array) -> jax.Array:
+    """With columns in the order in which values have their keys."""
+    groups = p.reshape(p.shape[0], -1, 2, 4, 2)
+    return jnp.swapaxes(groups, 2, 3).reshape(p.shape)
+
+
+def _cleared(sums: jax.Array, first: int) -> jax.Array:
+    return jnp.where(jnp.arange(sums.shape[1]) < first, sums, 0.0)
+
+
 class _Semaphores:
     """Of any shape."""
 
@@ -134,7 +156,7 @@ def _product(callbacks, original, *, a_allocation_key_as_array, a_transforms, **
         )[0]
 
     right, total = content("b"), content("acc")
-    total = total + np.matmul(left, right, dtype=total.dtype)
+    total = total + np.matmul(*(x.astype(total.dtype) for x in (left, right)))
     memory.store_buffer_content(*place("acc"), total, rest["thread"], logging_info=info)
     return rest["token"]
 
@@ -278,6 +300,8 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(support, "tile", lambda *x, array=None: one_form(*x[:3]))
     put(support, "in_one_place", lambda *forms: forms)  # nor two forms
     put(hopper, "_ARITHMETIC", support.ARITHMETIC)
+    for name in ("rounded", "by_bits", "joined", "cleared"):
+        put(fp8_bytes, name, globals()[f"_{name}"])
     put(pairwise, "load", _load)
     put(pairwise, "load_words", _load_words)
     put(pairwise, "fetch", functools.partial(_load, transposed=True))

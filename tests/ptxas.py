@@ -2,6 +2,7 @@
 
     python -m tests.ptxas                  every variant for Hopper
     python -m tests.ptxas backward causal  those whose name has all of these words
+    python -m tests.ptxas fp8              those of operands in eight bits
     python -m tests.ptxas ampere 12.0      those of kernels that run only by name
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
@@ -188,6 +189,49 @@ class ByName:
         return string_attributes(text, "module")
 
 
+class EightBits(ByName):
+    """A forward pass of operands in eight bits."""
+
+    @property
+    def modules(self) -> list[bytes]:
+        batch, rows, heads, size = self.shape
+        q = jax.ShapeDtypeStruct(self.shape, jnp.float8_e4m3fn)
+        k = jax.ShapeDtypeStruct((batch, rows, self.key_heads, size), q.dtype)
+        scales = [
+            jax.ShapeDtypeStruct((batch, n), jnp.float32)
+            for n in (heads, self.key_heads, self.key_heads)
+        ]
+
+        def run(q, k, v, *scales):
+            names = ("query_scale", "key_scale", "value_scale")
+            named = dict(zip(names, scales, strict=True), **self.arguments)
+            return attention(q, k, v, implementation=self.implementation, **named)
+
+        return string_attributes(lower_for_gpu(run, q, k, k, *scales), "module")
+
+
+def eight_bits() -> dict[str, EightBits]:
+    """Forward passes of operands in eight bits."""
+    lengths = jnp.int32([8192, 99])
+    causal, keys = {"is_causal": True}, {"key_value_seq_lengths": lengths}
+    features = {
+        "plain": (16, {}),
+        "causal": (16, causal),
+        "causal, 4 key heads": (4, causal),
+        "window": (16, {**causal, "local_window_size": (1000, 0)}),
+        "lengths": (16, {**keys, "query_seq_lengths": lengths}),
+        "causal lengths": (16, {**causal, **keys}),
+        "segments": (16, {"query_segment_ids": jnp.zeros((2, 8192), jnp.int32)}),
+    }
+    return {
+        f"fp8, head size {h}, {name}": EightBits(
+            "mosaic_gpu", 90, (2, 8192, 16, h), *feature
+        )
+        for h in (64, 128, 256)
+        for name, feature in features.items()
+    }
+
+
 def by_name() -> dict[str, ByName]:
     """Forward passes by kernels that run only by name."""
     lengths = jnp.int32([8192, 99])
@@ -254,7 +298,10 @@ def printed(function, *arguments) -> str:
 def main(words: list[str]) -> None:
     passes = {"forward", "backward"} & set(words)
     words = [word for word in words if word not in passes]
-    found = by_name() if {"ampere", "blackwell"} & set(words) else variants()
+    if "fp8" in words:
+        found = eight_bits()
+    else:
+        found = by_name() if {"ampere", "blackwell"} & set(words) else variants()
     wanted = {name: x for name, x in found.items() if all(w in name for w in words)}
     capabilities = {
         x.capability if isinstance(x, ByName) else 90 for x in wanted.values()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 from jax.extend import source_info_util
 
-from jax_flash2._api import explain
+from jax_flash2._explain import explain
 from jax_flash2._flashify import rewrite
 from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.plan import Left, Plan

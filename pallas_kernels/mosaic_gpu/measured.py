@@ -91,6 +91,7 @@ class Numbers:
       in_turn: thread blocks that wait for each other's additions, for each
         multiprocessor, of as many heads as lie side by side.
       cached_query_bytes: more of them, if queries, do and dq have no more bytes.
+      fp8_blocks: of the forward kernel in eight bits, by size of heads, as `Blocks`.
     """
 
     many_keys: int
@@ -110,13 +111,15 @@ class Numbers:
     cached_key_bytes: int
     in_turn: float
     cached_query_bytes: int
+    fp8_blocks: Mapping[int, tuple[int, int, int, int]]
 
     @classmethod
     def read(cls, table: Mapping) -> Numbers:
         values = {name: entry["value"] for name, entry in table.items()}
         widths = "widths_that_keep_no_scores"
         values[widths] = tuple(values[widths])
-        values["adder_warps"] = _by_size(values["adder_warps"])
+        for name in ("adder_warps", "fp8_blocks"):
+            values[name] = _by_size(values[name])
         return cls(**values)
 
 

@@ -123,6 +123,10 @@ class Filled(Named):
     fill: float = 0.0
 
 
+class Prepared(Named):
+    """An operand that lies in memory as its kernel reads it, padded if it must be."""
+
+
 class TileGrid(layout.Layout):
     """A flat grid of tiles: a block of `t` or `s` of one head and batch entry each.
 
@@ -236,6 +240,8 @@ def is_boolean(x: Named) -> bool:
 
 def _as_loaded(x: Named, block: Mapping[str, int], whole_blocks: bool = False) -> Named:
     """An operand as kernels take it: as `_as_copied`."""
+    if isinstance(x, Prepared):
+        return x
     fill = x.fill if isinstance(x, Filled) else 0
     x = x.squeezed()
     # Beyond the array, too, queries have keys: none has to be computed again.
@@ -244,7 +250,7 @@ def _as_loaded(x: Named, block: Mapping[str, int], whole_blocks: bool = False) -
         return _as_copied(x.words, {**block, x.columns: columns}, pairwise.FULL)
     if is_boolean(x):
         return _as_copied(Named(x.value.astype(jnp.int32), x.axes), block, fill=1)
-    if x.dtype.itemsize == 1:  # no instruction converts a number of one byte
+    if x.dtype.itemsize == 1 and not {*_HEADS} & {*x.axes}:  # no instruction converts
         x = Named(x.value.astype(jnp.bfloat16), x.axes)
     return _as_copied(x, block, fill, whole_blocks)
 

@@ -12,6 +12,7 @@ MODULES = (
     "jax_flash2",
     "jax_flash2._api",
     "jax_flash2._block_mask",
+    "jax_flash2._explain",
     "jax_flash2._flashify.transform",
     "jax_flash2._flax",
     "jax_flash2._make_block_mask",

@@ -18,6 +18,7 @@ class Alibi(Term):
         is_absolute=False,
         may_mask=False,
         keeps_lowest=True,
+        is_additive=True,
         is_heavy=False,
         maximum_may_grow=True,  # scores are highest amid the keys
     )

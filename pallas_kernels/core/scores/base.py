@@ -85,6 +85,7 @@ class TermTraits:
         (`Setting.positions`, in place of `Setting.place`).
       may_mask: whether it may make a score -inf.
       keeps_lowest: whether -inf stays -inf.
+      is_additive: whether it adds what does not depend on the score.
       is_heavy: whether it takes much arithmetic for each pair.
       maximum_may_grow: whether the scores of the first blocks of a row may lie far
         below those of others, without a causal mask.
@@ -94,6 +95,7 @@ class TermTraits:
     is_absolute: bool
     may_mask: bool
     keeps_lowest: bool
+    is_additive: bool
     is_heavy: bool
     maximum_may_grow: bool
 

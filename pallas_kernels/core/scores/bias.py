@@ -43,6 +43,7 @@ class Bias(Term):
         is_absolute=False,
         may_mask=True,
         keeps_lowest=True,
+        is_additive=True,
         is_heavy=False,
         maximum_may_grow=False,
     )

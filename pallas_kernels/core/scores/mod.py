@@ -43,6 +43,7 @@ class ScoreMod(Term):
             is_absolute=self._is_positional,
             may_mask=True,
             keeps_lowest=False,
+            is_additive=False,
             is_heavy=True,
             maximum_may_grow=True,
         )

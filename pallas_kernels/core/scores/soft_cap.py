@@ -20,6 +20,7 @@ class SoftCap(Term):
         is_absolute=False,
         may_mask=False,
         keeps_lowest=False,
+        is_additive=False,
         is_heavy=True,
         maximum_may_grow=False,
     )

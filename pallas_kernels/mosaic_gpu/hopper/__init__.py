@@ -18,7 +18,13 @@ from pallas_kernels.core.axes import Named, batch_axes, operand_sum
 from pallas_kernels.division import words
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import dropout, measured, memory, pairwise, support
-from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks, tuning
+from pallas_kernels.mosaic_gpu.hopper import (
+    forward_plan,
+    fp8,
+    fp8_plan,
+    gradient_blocks,
+    tuning,
+)
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
@@ -62,6 +68,8 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     why_not = _unsupported(call)
     if why_not is not None:
         return Declined(why_not)
+    if call.is_quantised:
+        return fp8_plan.plan(call, pass_)
     return {
         "forward": _forward_plan,
         "backward": _backward_plan,
@@ -75,7 +83,7 @@ def _unsupported(call: Call) -> str | None:
         return "its kernels are not interpreted"
     if device.capability() != 90:
         return f"compute capability {device.capability() / 10} is not 9.0 (Hopper)"
-    if call.dtype not in DTYPES:
+    if call.dtype not in DTYPES and not call.is_quantised:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
     if lacking := call.lacking(support.OPERATIONS):
         return lacking
@@ -166,8 +174,10 @@ def _programs(call: Call) -> float:
     return blocks * math.prod(others) / device.multiprocessors()
 
 
-def forward(plan: _Plan, call: Call, outputs):
+def forward(plan: _Plan | fp8_plan.ForwardPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
+    if isinstance(plan, fp8_plan.ForwardPlan):
+        return fp8.forward(plan, call, outputs)
     spec = pairwise.in_words(call.spec, "s").with_keys(call.size["s"])
     spec = _with_table(spec, plan.launch.blocks, call.size)
     operands = call.query, call.key, call.value, spec
