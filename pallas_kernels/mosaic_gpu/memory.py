@@ -223,6 +223,8 @@ class TileGrid(layout.Layout):
 
 
 def _divmod(number, by: int):
+    if by == 1:
+        return number, jnp.int32(0)
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 

@@ -182,14 +182,15 @@ def _check_order_here(size, spec, launch):
     tiles_of = programs(spec, layout)
     for tiles in map(tiles_of, map(jnp.int32, range(layout.tiles))):
         for tile in map(jnp.int32, range(int(tiles.count))):
-            block, head = int(tiles.number(tile)), int(tiles.at(tile)["n"])
+            place = tiles.place(tile)
+            there = tiles.at(place)
+            block, head = int(tiles.number(place)), int(there["n"])
             assert 0 <= block < tiles.all_sums
-            assert int(tiles.before(tile)) == added[block]
+            assert int(tiles.before(place)) == added[block]
             added[block] += 1
-            own, before = map(int, tiles.turn(tile, 3))
+            own, before = map(int, tiles.turn(place, 3))
             assert 0 <= own < 3 and before == added[block, own]
             added[block, own] += 1
-            there = tiles.at(tile)
             first, start = int(there["t"].start), int(there["s"].start)
             part = np.s_[
                 int(there["b0"]),
@@ -200,7 +201,7 @@ def _check_order_here(size, spec, launch):
             ]
             missed[part] = False
             met[(*part[:2], part[3])] += head == 0
-            if not tiles.masked(tile):
+            if not tiles.masked(place):
                 assert start + keys <= size["s"]
                 assert kept[part].all()
     assert not missed.any()
@@ -259,7 +260,7 @@ def test_programs_do_not_wait_for_the_end_of_others(
         @jax.vmap
         def all_of(number):
             tiles = tiles_of(number)
-            return jax.vmap(tiles.number)(most), tiles.count
+            return jax.vmap(lambda tile: tiles.number(tiles.place(tile)))(most), tiles.count
 
         found = jax.device_get(all_of(jnp.arange(layout.tiles)))
         visits = [blocks[:own].tolist() for blocks, own in zip(*found, strict=True)]

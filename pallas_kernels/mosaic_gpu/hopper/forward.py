@@ -71,7 +71,7 @@ from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, prefetch, support
 from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
-from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program, WorkTile
 from pallas_kernels.mosaic_gpu.hopper.forward_retry import RetryLoop
 from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
@@ -236,10 +236,12 @@ def attend(
         if is_first_pass:
             program.scheduler.wait_for(slot + 1)
         # `has_next`: whether the next slot has a tile of this pass.
-        pl.when(tiles.has_next(slot))(lambda: fetch_queries(program, slot + 1))
+        pl.when(tiles.has_next(slot))(
+            lambda: fetch_queries(program, program.work_tile(slot + 1))
+        )
 
     # If the previous slot has a tile of this pass, that one fetched these queries.
-    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
+    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, tile))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = (KeyLoop if is_first_pass else RetryLoop)(
         program,
@@ -269,9 +271,9 @@ def attend(
     return first + count, unfinished
 
 
-def fetch_queries(program: Program, slot) -> None:
-    """Loads this warpgroup's queries of the work tile in a slot."""
-    tile, me = program.work_tile(slot), program.warpgroup
+def fetch_queries(program: Program, tile: WorkTile) -> None:
+    """Loads this warpgroup's queries of a work tile."""
+    me = program.warpgroup
     rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
     # A fence between this warpgroup's accesses to shared memory and those of TMA, then
     # a barrier of the warpgroup: all of its warps have read the previous queries.
