@@ -227,7 +227,8 @@ def attend(
     tile = program.work_tile(slot)
     blocks, count = program.key_blocks(tile)
     start = tile.start + me * ROWS
-    running = 1 if plan.one_running else blocks.edges
+    edges = 1 if plan.one_edge else blocks.edges
+    running = 1 if plan.one_running else edges
     if not is_first_pass:
         running += is_final * (count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
@@ -250,7 +251,7 @@ def attend(
         blocks,
         first=first,
         count=count,
-        edges=blocks.edges,
+        edges=edges,
         running=running,
         queries_read=fetch_next if plan.output_columns else lambda: None,
         no_keys=no_keys,

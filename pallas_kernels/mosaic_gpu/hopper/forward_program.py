@@ -17,7 +17,7 @@ from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs, edges_first
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     DynamicTiles,
     StaticTiles,
@@ -89,9 +89,7 @@ class Program:
         All edges of the range come before its full blocks (`Range.at`).
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
-        # `with_an_edge`: if all blocks are full, one is made an edge.
-        # `with_a_block`: if there is no block, there is one now, an edge.
-        found = found.with_an_edge(1).with_a_block()
+        found = edges_first(found)
         # If all have a running maximum, there is one loop, over edges.
         found = found.all_edges() if self.plan.all_running else found
         return found, jnp.int32(found.count)
