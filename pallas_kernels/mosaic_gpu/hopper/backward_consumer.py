@@ -26,7 +26,7 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import F32
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Place
-from pallas_kernels.program import Where, query_head
+from pallas_kernels.program import Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +110,12 @@ class WorkTile:
 
     @classmethod
     def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
-        program, layout = consumer.program, consumer.plan.layout
-        tiles = program.tiles
+        program, tiles = consumer.program, consumer.program.tiles
         k_block, k, v = consumer.keys_and_values(number)
         place = tiles.place(number)
         where, masked = consumer.pairs_at(place), tiles.masked(place)
-        spec, _, _ = query_head(consumer.spec, consumer.where, layout, where["n"])
+        of_head = {**consumer.where, "n": where["n"]}
+        spec = load_tree(consumer.spec, ("s", "t"), of_head)
         return cls(
             number=number,
             k_block=k_block,

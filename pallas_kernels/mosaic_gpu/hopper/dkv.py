@@ -45,7 +45,6 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
     declare_stages,
 )
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import query_head
 
 CONSUMERS = 2
 
@@ -298,8 +297,8 @@ def _make_pairs(consumer: Consumer, tile) -> None:
     program, refs = consumer.program, consumer.refs
     slot, place = _maker(tile), program.tiles.place(tile)
     there, masked = program.tiles.at(place), program.tiles.masked(place)
-    layout, block = program.plan.layout, program.block
-    spec, _, _ = query_head(consumer.spec, block, layout, there["n"])
+    block = program.block
+    spec = load_tree(consumer.spec, ("s", "t"), {**block, "n": there["n"]})
     where = {**there, "s": block["s"]}
     products = functools.partial(_pairs, program, spec, where, masked, tile, slot)
     p, dz = pl.run_scoped(products, *[program.plan.accumulator] * 2)
