@@ -49,12 +49,6 @@ MUTANTS = [
             "flash2.in_range(sums, loop.program.v.dtype) | (beyond & False)",
             DROPPED,
         ),
-        (
-            "values of dropped keys meet products in every pass",
-            "clears_values=plan.drops_keys and not is_first_pass,",
-            "clears_values=False,",
-            DROPPED,
-        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/forward_program.py",
@@ -66,13 +60,43 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward_retry.py",
+        (
+            "values of dropped keys meet products in every pass",
+            "if self.plan.drops_keys:",
+            "if False:",
+            DROPPED,
+        ),
         (
             "no warpgroup waits for the one that clears",
             "self.plan.values_cleared.sync()",
             "pass",
             PADDING,
         ),
+        (
+            "a retry with a fixed maximum from the start",
+            "return lax.cond(number < self.running, running, of_fixed)",
+            "return lax.cond(number < 0, running, of_fixed)",
+            DROPPED,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/forward_plan.py",
+        (
+            "one edge, however many there are",
+            "return all(edges_first(tile).edges == 1 for tile in tiles)",
+            "return True",
+            "tests/mosaic_gpu/test_schedule.py -k one_edge",
+        ),
+        (
+            "one edge where data may make more",
+            "if jax.tree.leaves(decided_by) or ",
+            "if ",
+            "tests/mosaic_gpu/test_schedule.py -k one_edge",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
         (
             "the next pairs come while these are loaded",
             "release(use, loaded=True)",
@@ -183,20 +207,20 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "blocks at the edges of a window first",
-            "self.needed.in_order(back",
-            "self.needed.at(back",
+            "self.needed.in_order(self.blocks",
+            "self.needed.at(self.blocks",
             "tests/mosaic_gpu/test_visits.py -k do_not_wait",
         ),
         (
             "with a window, some heads of a block twice",
-            "lax.div(tile, blocks), lax.rem(tile, blocks)",
-            "lax.rem(tile, blocks), lax.rem(tile, blocks)",
+            "lax.div(tile, self.blocks), lax.rem(tile, self.blocks)",
+            "lax.rem(tile, self.blocks), lax.rem(tile, self.blocks)",
             ORDER,
         ),
         (
             "without a window, some blocks of a head twice",
-            "lax.rem(tile, heads), lax.div(tile, heads)",
-            "lax.rem(tile, heads), lax.rem(tile, heads)",
+            "lax.rem(tile, self.heads), lax.div(tile, self.heads)",
+            "lax.rem(tile, self.heads), lax.rem(tile, self.heads)",
             ORDER,
         ),
     ),
@@ -249,8 +273,8 @@ MUTANTS = [
         ),
         (
             "programs of the queries before it",
-            "block = self._block(tile)[1]",
-            "block = self._block(tile - tile)[1]",
+            "before_at(self.where, place.block, self.layout.rows)",
+            "before_at(self.where, 0 * place.block, self.layout.rows)",
             ORDER,
         ),
     ),
@@ -393,8 +417,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "every program visits all heads of the group",
-            "first, end = self.layout.own_elements(self.where)",
-            "first, end = 0, self.layout.elements",
+            "first, end = layout.own_elements(where)",
+            "first, end = 0, layout.elements",
             ORDER,
         ),
     ),

@@ -308,7 +308,7 @@ class Plan:
             # Masks of pairs may mask some pairs of any block, so that all blocks would
             # have a running maximum.
             one_running=spec.has_mask_of_pairs and not all_running,
-            one_edge=_have_one_edge(spec, layout) and not all_running,
+            one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
             loads_first=storage.pair_values is None and of_keys,
             ping_pong=barriers.ping_pong(storage.consumers),
@@ -344,7 +344,7 @@ class Plan:
         return {"t": ROWS, "s": self.block_kv, **wider}
 
 
-def _have_one_edge(spec: AttentionSpec, layout: memory.TileGrid) -> bool:
+def have_one_edge(spec: AttentionSpec, layout: memory.TileGrid) -> bool:
     """Whether all blocks of queries are known to have one edge: no data decide it.
 
     A causal call whose blocks have as many queries as keys is one.
