@@ -260,7 +260,8 @@ def test_programs_do_not_wait_for_the_end_of_others(
         @jax.vmap
         def all_of(number):
             tiles = tiles_of(number)
-            return jax.vmap(lambda tile: tiles.number(tiles.place(tile)))(most), tiles.count
+            number_of = jax.vmap(lambda tile: tiles.number(tiles.place(tile)))
+            return number_of(most), tiles.count
 
         found = jax.device_get(all_of(jnp.arange(layout.tiles)))
         visits = [blocks[:own].tolist() for blocks, own in zip(*found, strict=True)]

@@ -47,8 +47,6 @@ For heads above 128 there is one tile of dz and one of dq. Heads are as wide as
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -41,8 +41,11 @@ Without unattended keys there is no first retry. With `Plan.all_running` the fir
 has running maxima everywhere. Then only a call that may have unattended keys has a
 retry, the final one, for tiles with a sum that is not finite.
 
-A step of the loop issues the products of the next keys, then those of the previous
-probabilities with their values. While the latter run, it computes the next
+Retries are rare. So they have one loop for all blocks, in which nothing runs beside
+products (`forward_retry.RetryLoop`).
+
+A step of the first pass issues the products of the next keys, then those of the
+previous probabilities with their values. While the latter run, it computes the next
 probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
 while another multiplies (section 3.1).
 

@@ -92,6 +92,7 @@ class KeyLoop:
         scores, value_operand = self._scores(True, first)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
         state: Any = m, jnp.sum(p, axis=-1), value_operand(p)
+        # A loop that never has a block is left out: it would take time to compile.
         if not _is_one(self.running):
             step = functools.partial(self._running_step, acc)
             state = lax.fori_loop(first + 1, first + self.running, step, state)
