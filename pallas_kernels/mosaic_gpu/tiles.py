@@ -135,11 +135,7 @@ class Tiles:
         """How many programs add to the dq of a tile before this one."""
         if self.visits is not None:
             return self.visits.before_at(self.where, place.block, self.layout.rows)
-        keys, size, rows = (
-            self.layout.rows["s"],
-            self.layout.size,
-            self.layout.rows["t"],
-        )
+        size, (rows, keys) = self.layout.size, (self.layout.rows[x] for x in "ts")
         start = place.block * rows
         end = minimum(start + rows, size["t"])
         met = self.spec.key_blocks_met(start, end, size["s"], keys)

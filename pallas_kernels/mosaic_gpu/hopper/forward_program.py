@@ -89,10 +89,10 @@ class Program:
         All edges of the range come before its full blocks (`Range.at`).
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
-        found = edges_first(found)
+        blocks = edges_first(found)
         # If all have a running maximum, there is one loop, over edges.
-        found = found.all_edges() if self.plan.all_running else found
-        return found, jnp.int32(found.count)
+        blocks = blocks.all_edges() if self.plan.all_running else blocks
+        return blocks, jnp.int32(blocks.count)
 
     def keys_at(self, where: Where, block) -> Where:
         """Where a block of keys lies."""
