@@ -218,15 +218,18 @@ class TileGrid(layout.Layout):
             last = math.prod(self._heads.values()) // self.together - 1
             back = self.num_blocks["t"] - 1 - 2 * ids["t"]
             ids["t"] += ((last - rest) & 1) * back
-        rest = rest * self.together + head
+        if self.together > 1:
+            rest = rest * self.together + head
         for name, size in self._heads.items():
             rest, ids[name] = _divmod(rest, size)
         if "n" in ids:
-            ids["k"] = lax.div(ids["n"], jnp.int32(self.group))
+            ids["k"], _ = _divmod(ids["n"], self.group)
         return ids
 
 
 def _divmod(number, by: int):
+    if by == 1:
+        return number, jnp.int32(0)
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 

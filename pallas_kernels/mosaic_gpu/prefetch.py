@@ -72,6 +72,11 @@ def with_pair_tile(spec, ref):
     return jax.tree.map(lambda x: _Tile(ref, x.axes) if _comes_by_tma(x) else x, spec)
 
 
+def is_fetched(spec) -> bool:
+    """Whether `fetch` would find anything."""
+    return any(map(_is_fetched, jax.tree.leaves(spec)))
+
+
 def fetch(spec, order: tuple[str, str], where: Mapping[str, Any]) -> list[jax.Array]:
     """A block's pair values, for `with_fetched`: those of two bytes, and masks.
 

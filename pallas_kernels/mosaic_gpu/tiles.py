@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +28,20 @@ def visits_of(spec: AttentionSpec, layout: memory.TileGrid) -> Visits | None:
     return Visits.of(spec, layout.size, layout.rows)
 
 
+class Place(NamedTuple):
+    """What a tile is of.
+
+    Attributes:
+      head: number among the query heads that a program visits.
+      block: of queries.
+      masked: whether pairs may be masked.
+    """
+
+    head: Any
+    block: Any
+    masked: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """The blocks of queries that a program visits, of each query head of its group.
@@ -37,6 +51,9 @@ class Tiles:
       layout: of the kernel.
       needed: the blocks: those that meet its keys, exactly, as the programs that come
         after this one count on it; or its part of them.
+      first_head: of the query heads that the program visits.
+      heads: how many they are.
+      blocks: how many blocks it visits of each.
       visits: where arrays decide them, with what this program needs loaded; else None.
     """
 
@@ -44,6 +61,9 @@ class Tiles:
     where: program.Where
     layout: memory.TileGrid
     needed: Visited
+    first_head: Any
+    heads: Any
+    blocks: Any
     visits: Visits | None
 
     @classmethod
@@ -59,7 +79,12 @@ class Tiles:
             # Of rows beyond the array p may be infinite, and dq would be NaN.
             end = where["s"].start + layout.rows["s"]
             found = found.all_edges(jnp.asarray(end > layout.size["s"], jnp.int32))
-        return cls(spec, where, layout, layout.own_blocks(where, found), visits)
+        needed, group = layout.own_blocks(where, found), 0
+        if "k" in where:
+            group = where["k"] * layout.group
+        first, end = layout.own_elements(where)
+        own = group + first, jnp.int32(end - first), jnp.int32(needed.count)
+        return cls(spec, where, layout, needed, *own, visits)
 
     @staticmethod
     def _met(spec, start, layout: memory.TileGrid) -> Range:
@@ -73,63 +98,52 @@ class Tiles:
         return Range(first, full_lo, full_hi, last)
 
     @property
-    def _heads(self) -> tuple[Any, Any]:
-        """The first of the query heads that a program visits, and how many they are."""
-        group = self.where["k"] * self.layout.group if "k" in self.where else 0
-        first, end = self.layout.own_elements(self.where)
-        return group + first, jnp.int32(end - first)
-
-    @property
     def count(self):
-        return jnp.int32(self.needed.count) * self._heads[1]
+        return self.blocks * self.heads
 
-    def _place(self, tile) -> tuple[Any, Any]:
-        """Of a tile, the numbers of its query head and of its block of queries.
+    def place(self, tile) -> Place:
+        """What a tile is of.
 
         Heads take turns. But with a window each program has blocks of its own, and
         comes to one some time after the program before it. Then heads follow one
         another: else so many blocks of all heads pass in that time that the cache
         does not hold them.
+
+        Blocks of queries come from the last on. Each program then comes to a block some
+        tiles after the program before it, as blocks of keys come from the first on:
+        none waits for another's end.
         """
-        heads, blocks = self._heads[1], jnp.int32(self.needed.count)
         if self.spec.traits.is_windowed:
-            return lax.div(tile, blocks), lax.rem(tile, blocks)
-        return lax.rem(tile, heads), lax.div(tile, heads)
+            head, number = lax.div(tile, self.blocks), lax.rem(tile, self.blocks)
+        else:
+            head, number = lax.rem(tile, self.heads), lax.div(tile, self.heads)
+        masked, block = self.needed.in_order(self.blocks - 1 - number)
+        return Place(head, block, masked)
 
-    def _block(self, tile) -> tuple[Any, Any]:
-        """Whether pairs of a tile may be masked, and its block of queries.
-
-        These come from the last on. Each program then comes to a block some tiles
-        after the program before it, as blocks of keys come from the first on: none
-        waits for another's end.
-        """
-        back = jnp.int32(self.needed.count) - 1 - self._place(tile)[1]
-        return self.needed.in_order(back)
-
-    def at(self, tile) -> program.Where:
+    def at(self, place: Place) -> program.Where:
+        """Where a tile's queries lie."""
         rows = self.layout.rows["t"]
-        here = Rows(self._block(tile)[1] * rows, rows)
-        head = self._heads[0] + self._place(tile)[0]
-        return {**self.where, "n": head, "t": here}
+        here = Rows(place.block * rows, rows)
+        return {**self.where, "n": self.first_head + place.head, "t": here}
 
-    def masked(self, tile):
+    def masked(self, place: Place):
         """A traced boolean, or False if no pair of any tile is masked."""
         edges = self.needed.edges
-        return False if isinstance(edges, int) and edges == 0 else self._block(tile)[0]
+        return False if isinstance(edges, int) and edges == 0 else place.masked
 
-    def before(self, tile):
+    def before(self, place: Place):
         """How many programs add to the dq of a tile before this one."""
         if self.visits is not None:
-            block = self._block(tile)[1]
-            return self.visits.before_at(self.where, block, self.layout.rows)
-        keys, size, rows = self.layout.rows["s"], self.layout.size, self.at(tile)["t"]
-        end = minimum(rows.start + rows.size, size["t"])
-        met = self.spec.key_blocks_met(rows.start, end, size["s"], keys)
+            return self.visits.before_at(self.where, place.block, self.layout.rows)
+        size, (rows, keys) = self.layout.size, (self.layout.rows[x] for x in "ts")
+        start = place.block * rows
+        end = minimum(start + rows, size["t"])
+        met = self.spec.key_blocks_met(start, end, size["s"], keys)
         return lax.div(self.where["s"].start, jnp.int32(keys)) - met[0]
 
-    def turn(self, tile, sums: int) -> tuple[Any, Any]:
+    def turn(self, place: Place, sums: int) -> tuple[Any, Any]:
         """To which of so many sums a tile is added, and how many others before it."""
-        before, every = self.before(tile), jnp.int32(sums)
+        before, every = self.before(place), jnp.int32(sums)
         return lax.rem(before, every), lax.div(before, every)
 
     @property
@@ -147,9 +161,9 @@ class Tiles:
         """How many blocks dq has."""
         return self._blocks_of_rows * math.prod(size for _, size in self._axes)
 
-    def number(self, tile):
+    def number(self, place: Place):
         """Of the block of dq of a tile."""
-        here, number = self.at(tile), jnp.int32(0)
+        here, number = self.at(place), jnp.int32(0)
         for name, size in self._axes:
             number = number * size + here[name]
-        return number * self._blocks_of_rows + self._block(tile)[1]
+        return number * self._blocks_of_rows + place.block

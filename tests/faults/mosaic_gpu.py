@@ -42,45 +42,6 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward.py",
-        (
-            "rows beyond the array among those that leave their range",
-            "flash2.in_range(sums, loop.program.v.dtype) | beyond",
-            "flash2.in_range(sums, loop.program.v.dtype) | (beyond & False)",
-            DROPPED,
-        ),
-        (
-            "values of dropped keys meet products in every pass",
-            "clears_values=plan.drops_keys and not is_first_pass,",
-            "clears_values=False,",
-            DROPPED,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_program.py",
-        (
-            "the pass that clears has maxima alone",
-            "visit(i, i, state)",
-            "visit(i, 1, state)",
-            DROPPED,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
-        (
-            "no warpgroup waits for the one that clears",
-            "self.plan.values_cleared.sync()",
-            "pass",
-            PADDING,
-        ),
-        (
-            "the next pairs come while these are loaded",
-            "release(use, loaded=True)",
-            "release(use)",
-            "tests/mosaic_gpu/test_variants.py -k loaded_before",
-        ),
-    ),
-    *of(
         "pallas_kernels/mosaic_gpu/hopper/dbias.py",
         (
             "dropout's scale forgotten",
@@ -183,20 +144,20 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "blocks at the edges of a window first",
-            "self.needed.in_order(back",
-            "self.needed.at(back",
+            "self.needed.in_order(self.blocks",
+            "self.needed.at(self.blocks",
             "tests/mosaic_gpu/test_visits.py -k do_not_wait",
         ),
         (
             "with a window, some heads of a block twice",
-            "lax.div(tile, blocks), lax.rem(tile, blocks)",
-            "lax.rem(tile, blocks), lax.rem(tile, blocks)",
+            "lax.div(tile, self.blocks), lax.rem(tile, self.blocks)",
+            "lax.rem(tile, self.blocks), lax.rem(tile, self.blocks)",
             ORDER,
         ),
         (
             "without a window, some blocks of a head twice",
-            "lax.rem(tile, heads), lax.div(tile, heads)",
-            "lax.rem(tile, heads), lax.rem(tile, heads)",
+            "lax.rem(tile, self.heads), lax.div(tile, self.heads)",
+            "lax.rem(tile, self.heads), lax.rem(tile, self.heads)",
             ORDER,
         ),
     ),
@@ -249,8 +210,8 @@ MUTANTS = [
         ),
         (
             "programs of the queries before it",
-            "block = self._block(tile)[1]",
-            "block = self._block(tile - tile)[1]",
+            "before_at(self.where, place.block, self.layout.rows)",
+            "before_at(self.where, 0 * place.block, self.layout.rows)",
             ORDER,
         ),
     ),
@@ -282,15 +243,6 @@ MUTANTS = [
             "self.words.shape[0] - self.schedule.most_tiles + slot",
             "0 * slot",
             TAKEN,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward.py",
-        (
-            "rounds that met what is not finite are not made again",
-            "unfinished |= (~good).astype(jnp.int32) << slot",
-            "unfinished |= 0 * slot",
-            PADDING,
         ),
     ),
     *of(
@@ -393,8 +345,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/tiles.py",
         (
             "every program visits all heads of the group",
-            "first, end = self.layout.own_elements(self.where)",
-            "first, end = 0, self.layout.elements",
+            "first, end = layout.own_elements(where)",
+            "first, end = 0, layout.elements",
             ORDER,
         ),
     ),

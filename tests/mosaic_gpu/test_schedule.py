@@ -17,7 +17,7 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.hopper import tuning
+from pallas_kernels.mosaic_gpu.hopper import forward_plan, tuning
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     MOST_TILES,
     Schedule,
@@ -182,6 +182,32 @@ def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
     options = {"by_block": True, "blocks_alike": alike}
     layout = memory.TileGrid.of("dkv", operands, launch, **options)
     assert layout.together == together
+
+
+DATA = Named(np.zeros(1, np.int32), ("b0",))
+
+
+@pytest.mark.parametrize(
+    ("expected", "masks", "rows", "block_q", "offset"),
+    [
+        (True, [Window(None, 0)], 512, 128, None),
+        (True, [Window(None, 0)], 500, 128, None),
+        (True, [], 512, 192, None),
+        (False, [Window(None, 0)], 576, 192, None),
+        (False, [Window(100, 0)], 512, 128, None),
+        (False, [Window(None, 0)], 128 * 257, 128, None),
+        (False, [Window(None, 0)], 512, 128, DATA),
+        (False, [Lengths(DATA, None)], 512, 128, None),
+    ],
+)
+def test_one_edge(expected, masks, rows, block_q, offset):
+    """Calls whose work tiles are known to have one edge each."""
+    struct = jax.ShapeDtypeStruct((1, rows, 2, 64), jnp.bfloat16)
+    operands = [Named(struct, ("b0", *axes)) for axes in ("tnh", "skh", "skd")]
+    launch = Launch(Blocks(block_q, 128, num_warps=8, num_stages=2), None, PLAIN, False)
+    layout = memory.TileGrid.of("forward", operands, launch)
+    spec = AttentionSpec(Score(1.0), tuple(masks), offset)
+    assert forward_plan.have_one_edge(spec, layout) == expected
 
 
 def test_windows_of_all_rows_lie_side_by_side():

@@ -185,10 +185,11 @@ def _check_order_here(size, spec, launch):
     @jax.jit
     def found(number, tile):
         tiles = tiles_of(number)
-        at = tiles.at(tile)
+        place = tiles.place(tile)
+        at = tiles.at(place)
         where = at["b0"], at["v0"], at["n"], at["t"].start, at["s"].start
-        said = tiles.number(tile), tiles.before(tile), tiles.masked(tile)
-        return where, said, tiles.turn(tile, 3), tiles.all_sums
+        said = tiles.number(place), tiles.before(place), tiles.masked(place)
+        return where, said, tiles.turn(place, 3), tiles.all_sums
 
     for number in range(layout.tiles):
         for tile in range(int(count(number))):
@@ -271,7 +272,8 @@ def times(size, spec: AttentionSpec, multiprocessors: int) -> tuple[float, float
         @jax.vmap
         def all_of(number):
             tiles = tiles_of(number)
-            return jax.vmap(tiles.number)(most), tiles.count
+            number_of = jax.vmap(lambda tile: tiles.number(tiles.place(tile)))
+            return number_of(most), tiles.count
 
         found = jax.device_get(all_of(jnp.arange(layout.tiles)))
     visits = [blocks[:own].tolist() for blocks, own in zip(*found, strict=True)]

@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,7 @@ import jax_flash2
 from jax_flash2 import Config, attention
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
-from tests.tiers import MAINLY_XLA, deeply
+from tests.tiers import MAINLY_XLA, deep, deeply
 from tests.tolerances import OPERANDS, cotangents_for
 
 KERNEL = "__gpu$xla.gpu.triton"  # the custom call of a kernel
@@ -374,3 +378,34 @@ def test_debug_nans(backend):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients))
     assert np.any(gradients[0][2][1, :33])
     assert not np.any(gradients[0][2][1, 33:])
+
+
+_PROGRAM = """
+import hashlib, jax, jax.numpy as jnp
+from jax_flash2 import attention
+from tests.lowering import lower_for_gpu
+
+def run(q, k, v):
+    out, vjp = jax.vjp(lambda *x: attention(*x, implementation="mosaic_gpu"), q, k, v)
+    return out, vjp(out)
+
+rows = jax.ShapeDtypeStruct((2, 2048, 16, 128), jnp.bfloat16)
+print(hashlib.sha256(lower_for_gpu(run, rows, rows, rows).encode()).hexdigest())
+"""
+
+
+@deep
+def test_processes_lower_to_the_same_bytes():
+    """So a persistent compilation cache finds in one what another one put there."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in "12"
+    ]
+    found = [run.communicate()[0] for run in runs]
+    assert found[0] == found[1] != ""

@@ -47,8 +47,6 @@ For heads above 128 there is one tile of dz and one of dq. Heads are as wide as
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -137,12 +135,12 @@ def _produce(program: Program) -> None:
     @plgpu.warp_map
     def _(warp):
         pl.when(warp == 0)(lambda: gradients.load(program))
-        for first in range(program.plan.adder_warps):
-            pl.when(warp == 1 + first)(functools.partial(_add, program, first))
+        is_adder = (warp > 0) & (warp <= program.plan.adder_warps)
+        pl.when(is_adder)(lambda: _add(program, warp - 1))
 
 
-def _add(program: Program, first: int) -> None:
-    """Adds dq of every work tile, or of every other one where two warps add."""
+def _add(program: Program, first) -> None:
+    """Adds dq of every work tile from `first` on, or of every other where two add."""
 
     @pl.loop(first, program.tiles.count, step=program.plan.adder_warps)
     def _(tile):
@@ -152,10 +150,10 @@ def _add(program: Program, first: int) -> None:
 def _add_tile(program: Program, tile) -> None:
     """Adds dq of a work tile to global memory, after the additions that come first."""
     refs, tiles, count = program.refs, program.tiles, program.plan.dq_accumulators
-    accumulator, before = tiles.turn(tile, count)
-    here = tiles.at(tile)
-    semaphore = program.semaphores.at[tiles.number(tile) * count + accumulator]
-    here = {**here, _ACCUMULATOR: accumulator}
+    place = tiles.place(tile)
+    accumulator, before = tiles.turn(place, count)
+    semaphore = program.semaphores.at[tiles.number(place) * count + accumulator]
+    here = {**tiles.at(place), _ACCUMULATOR: accumulator}
     stage = program.dq_stage(tile)
     dq, source = program.outputs[0], refs.dq.copied.at[stage]
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")

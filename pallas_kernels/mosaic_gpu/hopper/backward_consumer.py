@@ -25,7 +25,8 @@ from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import Where, query_head
+from pallas_kernels.mosaic_gpu.tiles import Place
+from pallas_kernels.program import Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +65,16 @@ class Consumer(gradients.Consumer):
         q = self.program.query_pipeline.at(number).q.ref
         plgpu.wgmma(qk_acc, k, support.transposed(q))
 
-    def place(self, number) -> Where:
+    def pairs_at(self, place: Place) -> Where:
         """Where the pairs of a work tile and of its keys lie."""
-        return {**self.program.tiles.at(number), "s": self.where["s"]}
+        return {**self.program.tiles.at(place), "s": self.where["s"]}
 
     def prefetch(self, number) -> list[jax.Array]:
         """What each pair of a work tile has in global memory, where registers do."""
-        if not self.plan.pipelines_scores:
+        if not (self.plan.pipelines_scores and prefetch.is_fetched(self.spec)):
             return []
-        return prefetch.fetch(self.spec, ("s", "t"), self.place(number))
+        where = self.pairs_at(self.program.tiles.place(number))
+        return prefetch.fetch(self.spec, ("s", "t"), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +110,12 @@ class WorkTile:
 
     @classmethod
     def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
-        program, layout = consumer.program, consumer.plan.layout
-        tiles = program.tiles
+        program, tiles = consumer.program, consumer.program.tiles
         k_block, k, v = consumer.keys_and_values(number)
-        where, masked = consumer.place(number), tiles.masked(number)
-        spec, _, _ = query_head(consumer.spec, consumer.where, layout, where["n"])
+        place = tiles.place(number)
+        where, masked = consumer.pairs_at(place), tiles.masked(place)
+        of_head = {**consumer.where, "n": where["n"]}
+        spec = load_tree(consumer.spec, ("s", "t"), of_head)
         return cls(
             number=number,
             k_block=k_block,

@@ -45,7 +45,6 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
     declare_stages,
 )
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import query_head
 
 CONSUMERS = 2
 
@@ -296,11 +295,12 @@ def _maker(tile):
 def _make_pairs(consumer: Consumer, tile) -> None:
     """Puts p and dz of a work tile where both consumers read them."""
     program, refs = consumer.program, consumer.refs
-    slot, there = _maker(tile), program.tiles.at(tile)
-    layout, block = program.plan.layout, program.block
-    spec, _, _ = query_head(consumer.spec, block, layout, there["n"])
+    slot, place = _maker(tile), program.tiles.place(tile)
+    there, masked = program.tiles.at(place), program.tiles.masked(place)
+    block = program.block
+    spec = load_tree(consumer.spec, ("s", "t"), {**block, "n": there["n"]})
     where = {**there, "s": block["s"]}
-    products = functools.partial(_pairs, program, spec, where, tile, slot)
+    products = functools.partial(_pairs, program, spec, where, masked, tile, slot)
     p, dz = pl.run_scoped(products, *[program.plan.accumulator] * 2)
     refs.p.ref.at[slot][...] = p
     refs.dz.ref.at[slot][...] = dz
@@ -308,11 +308,12 @@ def _make_pairs(consumer: Consumer, tile) -> None:
     plgpu.barrier_arrive(refs.pairs_full.at[slot])
 
 
-def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
+def _pairs(program: Program, spec, where, masked, tile, slot, qk_acc, dp_acc):
     """p and dz of a work tile, from the products k q^T and v do^T.
 
     Args:
       spec, where: of its pairs.
+      masked: whether some of these may be masked.
       slot: where p and dz will be put.
     """
     refs, queries, outputs = program.refs, program.query_pipeline, program.do_pipeline
@@ -322,7 +323,7 @@ def _pairs(program: Program, spec, where, tile, slot, qk_acc, dp_acc):
     outputs.wait(tile)
     plgpu.wgmma(dp_acc, _in_loop(refs.v, tile), support.transposed(do))
     qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
-    again = program.recompute(spec, where, program.tiles.masked(tile), tile, qk)
+    again = program.recompute(spec, where, masked, tile, qk)
     p = again.dropped
 
     # The compiler moves nothing across this branch, so that exponents are computed

@@ -41,8 +41,11 @@ Without unattended keys there is no first retry. With `Plan.all_running` the fir
 has running maxima everywhere. Then only a call that may have unattended keys has a
 retry, the final one, for tiles with a sum that is not finite.
 
-A step of the loop issues the products of the next keys, then those of the previous
-probabilities with their values. While the latter run, it computes the next
+Retries are rare. So they have one loop for all blocks, in which nothing runs beside
+products (`forward_retry.RetryLoop`).
+
+A step of the first pass issues the products of the next keys, then those of the
+previous probabilities with their values. While the latter run, it computes the next
 probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
 while another multiplies (section 3.1).
 
@@ -71,7 +74,8 @@ from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, prefetch, support
 from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
-from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program, WorkTile
+from pallas_kernels.mosaic_gpu.hopper.forward_retry import RetryLoop
 from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
 from pallas_kernels.program import Where, query_rows
@@ -126,27 +130,27 @@ def load(program: Program) -> None:
 
     In the first pass it also takes the work tiles of a dynamic schedule.
     """
-    plan, scheduler = program.plan, program.scheduler
-    plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
+    scheduler = program.scheduler
+    plgpu.set_max_registers(REGISTERS[program.plan.consumers][0], action="decrease")
 
     def first_pass(slot, loaded):
-        loaded = load_tile(program, plan.all_running, slot, loaded)
+        loaded = load_tile(program, slot, loaded)
         scheduler.take(slot + 1)
         return loaded
 
-    def retry(number, all_running, loaded):
-        visit = functools.partial(load_tile, program, all_running)
+    def retry(number, is_final, loaded):
+        del is_final
+        visit = functools.partial(load_tile, program)
         return program.unfinished(number).fold(visit, loaded)
 
     scheduler.take(0)
     program.retries(retry, scheduler.fold(first_pass, jnp.int32(0)))
 
 
-def load_tile(program: Program, all_running, slot, loaded):
+def load_tile(program: Program, slot, loaded):
     """Fills the pipelines with keys, values and pair values of a work tile.
 
     Args:
-      all_running: as for `Program.key_blocks`.
       slot: of the thread block, which has the work tile.
       loaded: how many blocks of keys were loaded before.
 
@@ -155,7 +159,7 @@ def load_tile(program: Program, all_running, slot, loaded):
     """
     refs, consumers = program.refs, program.plan.consumers
     tile = program.work_tile(slot)
-    blocks, count = program.key_blocks(tile, all_running)
+    blocks, count = program.key_blocks(tile)
 
     @pl.loop(0, count)
     def _(i):
@@ -184,16 +188,16 @@ def compute(program: Program) -> None:
     parts = support.COLUMNS if plan.storage.largest else None
     no_keys = flash2.init([ROWS], 1, top_parts=parts)
 
-    def retry(number, all_running, state):
+    def retry(number, is_final, state):
         refs.tile_words.ref[number * plan.consumers + me] = state[1]
         plgpu.barrier_arrive(refs.pass_done.at[number])
         tiles = program.unfinished(number)
-        visit = functools.partial(attend, program, no_keys, tiles, all_running)
+        visit = functools.partial(attend, program, no_keys, tiles, is_final)
         return tiles.fold(visit, state)
 
     plan.ping_pong.start(me)
     scheduler.wait_for(0)
-    visit = functools.partial(attend, program, no_keys, scheduler, plan.all_running)
+    visit = functools.partial(attend, program, no_keys, scheduler, None)
     nothing = jnp.int32(0), jnp.int32(0)
     program.retries(retry, scheduler.fold(visit, nothing))
     wait_until_stored()
@@ -203,7 +207,7 @@ def attend(
     program: Program,
     no_keys: flash2.State,
     tiles: TileSet | DynamicTiles,
-    all_running,
+    is_final,
     slot,
     state,
 ):
@@ -212,7 +216,7 @@ def attend(
     Args:
       no_keys: the state of rows that have met no keys.
       tiles: those of the pass.
-      all_running: as for `Program.key_blocks`.
+      is_final: None in the first pass; of a retry, 1 if it is the final one, else 0.
       slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, and the set of tiles that
         this warpgroup has not finished.
@@ -222,23 +226,28 @@ def attend(
     """
     plan, me = program.plan, program.warpgroup
     first, unfinished = state
-    is_first_pass = tiles is program.scheduler
+    is_first_pass = is_final is None
     tile = program.work_tile(slot)
-    blocks, count = program.key_blocks(tile, all_running)
-    edges, start = jnp.int32(blocks.edges), tile.start + me * ROWS
-    running = 1 + all_running * (edges - 1) if plan.one_running else edges
+    blocks, count = program.key_blocks(tile)
+    start = tile.start + me * ROWS
+    edges = 1 if plan.one_edge else blocks.edges
+    running = 1 if plan.one_running else edges
+    if not is_first_pass:
+        running += is_final * (count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
         if is_first_pass:
             program.scheduler.wait_for(slot + 1)
         # `has_next`: whether the next slot has a tile of this pass.
-        pl.when(tiles.has_next(slot))(lambda: fetch_queries(program, slot + 1))
+        pl.when(tiles.has_next(slot))(
+            lambda: fetch_queries(program, program.work_tile(slot + 1))
+        )
 
     # If the previous slot has a tile of this pass, that one fetched these queries.
-    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
+    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, tile))
     plgpu.barrier_wait(program.refs.q_full.at[me])
-    loop = KeyLoop(
+    loop = (KeyLoop if is_first_pass else RetryLoop)(
         program,
         spec,
         where,
@@ -247,7 +256,6 @@ def attend(
         count=count,
         edges=edges,
         running=running,
-        clears_values=plan.drops_keys and not is_first_pass,
         queries_read=fetch_next if plan.output_columns else lambda: None,
         no_keys=no_keys,
     )
@@ -267,9 +275,9 @@ def attend(
     return first + count, unfinished
 
 
-def fetch_queries(program: Program, slot) -> None:
-    """Loads this warpgroup's queries of the work tile in a slot."""
-    tile, me = program.work_tile(slot), program.warpgroup
+def fetch_queries(program: Program, tile: WorkTile) -> None:
+    """Loads this warpgroup's queries of a work tile."""
+    me = program.warpgroup
     rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
     # A fence between this warpgroup's accesses to shared memory and those of TMA, then
     # a barrier of the warpgroup: all of its warps have read the previous queries.

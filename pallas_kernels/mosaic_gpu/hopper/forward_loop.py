@@ -1,4 +1,4 @@
-"""The forward kernel's loop over keys, in one consumer (Shah 2024, 3.1 and 3.2).
+"""The forward kernel's loops over keys, in one consumer (Shah 2024, 3.1 and 3.2).
 
 Step i of the loop, for keys i and values i - 1, when registers hold p of block i - 1:
 
@@ -28,7 +28,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu import prefetch, support
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
@@ -48,8 +48,7 @@ class KeyLoop:
         pairs      |        may be masked          |   not masked    |
 
     The blocks before `first + edges` are the edges. `running` is 1 with
-    `Plan.one_running`, else it is `edges`. In a pass where every block has a running
-    maximum, both are `count`.
+    `Plan.one_running`, else it is `edges`, and in the final retry it is `count`.
 
     Attributes:
       program: the warpgroup's.
@@ -59,8 +58,7 @@ class KeyLoop:
       first: number of the first block.
       count: how many blocks there are.
       edges: in how many blocks pairs may be masked.
-      running: how many of the edges are taken with a running maximum.
-      clears_values: whether values of keys that no query attends become 0 here.
+      running: how many blocks are taken with a running maximum.
       queries_read: called when no more products read the queries.
       no_keys: the state of rows that have met no keys.
     """
@@ -73,7 +71,6 @@ class KeyLoop:
     count: Any
     edges: Any
     running: Any
-    clears_values: bool
     queries_read: Callable[[], None]
     no_keys: flash2.State
 
@@ -94,18 +91,22 @@ class KeyLoop:
         last = first + self.count - 1
         scores, value_operand = self._scores(True, first)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
-        state = m, jnp.sum(p, axis=-1), value_operand(p)
-        running = functools.partial(self._running_step, acc)
-        m, *state = lax.fori_loop(first + 1, first + self.running, running, state)
+        state: Any = m, jnp.sum(p, axis=-1), value_operand(p)
+        # A loop that never has a block is left out: it would take time to compile.
+        if not _is_one(self.running):
+            step = functools.partial(self._running_step, acc)
+            state = lax.fori_loop(first + 1, first + self.running, step, state)
+        m, *state = state
         state, shift = (*state, self.no_keys.top), flash2.finite(m)
-        if self.plan.one_running:
-            masked = functools.partial(self._fixed_step, acc, True, shift)
+        if self.plan.one_running and not _is_one(self.edges):
+            step = functools.partial(self._fixed_step, acc, True, shift)
             start, stop = first + self.running, first + self.edges
-            state = lax.fori_loop(start, stop, masked, state)
-        full = functools.partial(self._fixed_step, acc, False, shift)
-        total, p, top = lax.fori_loop(first + self.edges, last + 1, full, state)
+            state = lax.fori_loop(start, stop, step, state)
+        if not self.plan.all_running:
+            step = functools.partial(self._fixed_step, acc, False, shift)
+            state = lax.fori_loop(first + self.edges, last + 1, step, state)
+        total, p, top = state
         self.queries_read()
-        self._prepare_values(last)
         self._add_values(acc, last, p)
         self._finish_values(last)
         return flash2.State(m, total, acc[...], top)
@@ -116,7 +117,6 @@ class KeyLoop:
         # note 077).
         i = support.opaque(i)
         m, total, p = state
-        self._prepare_values(i - 1)
         scores, value_operand = self._scores(
             True, i, lambda: self._add_values(acc, i - 1, p)
         )
@@ -135,14 +135,13 @@ class KeyLoop:
         """
         i = support.opaque(i)
         total, p, top = state
-        self._prepare_values(i - 1)
         scores, value_operand = self._scores(
             masked, i, lambda: self._add_values(acc, i - 1, p)
         )
         shift = self._along(shift, self.plan.block_kv)
         p = flash2.probabilities(scores, shift, self.plan.arithmetic)
         total = flash2.add_row_sums(total, p)
-        top = None if top is None else _larger(top, p)
+        top = larger(top, p)
         self._finish_values(i - 1)
         return total, value_operand(p), top
 
@@ -162,13 +161,19 @@ class KeyLoop:
           The scores, and a function that makes the operand which meets the values of
           probabilities.
         """
+        qk, pairs = self._block(masked, i, before_wait)
+        value_operand = functools.partial(self._value_operand, pairs)
+        return pairs.scores_of(qk, self.program.q.dtype), value_operand
+
+    def _block(
+        self, masked: bool, i, before_wait: Callable | None = None
+    ) -> tuple[jax.Array, Pairs]:
+        """Products of queries and keys of block i, and its pairs: as `_scores`."""
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
         qk = self._products(i, before_wait)
-        pairs = self._pairs(masked, i) if pairs is None else pairs
-        value_operand = functools.partial(_value_operand, pairs, self.program.v.dtype)
-        return pairs.scores_of(qk, self.program.q.dtype), value_operand
+        return qk, self._pairs(masked, i) if pairs is None else pairs
 
     def _products(self, i, before_wait: Callable | None = None) -> jax.Array:
         """Products of the queries and the keys of block i."""
@@ -212,30 +217,14 @@ class KeyLoop:
 
     # Values.
 
-    def _prepare_values(self, i) -> None:
-        """Clears values of block i whose keys no query attends, if this pass does so.
-
-        One warpgroup does it for all.
-        """
-        if not self.clears_values:
-            return
-        values = self.program.refs.v
-        values.wait(i)
-        tile = values.at(i).ref
-        is_first = self.program.warpgroup == 0
-        pl.when(is_first)(lambda: clear_keys.clear(tile, self._attended_keys(i)))
-        self.plan.values_cleared.sync()
-
-    def _attended_keys(self, i) -> jax.Array:
-        """Which keys of block i some query may attend, [block_kv]."""
-        keys, size = self.program.spec.keys, self.plan.layout.size["s"]
-        return clear_keys.attended_keys(self.spec, keys, self._keys_at(i), size)
+    def _value_operand(self, pairs: Pairs, p: jax.Array) -> jax.Array:
+        """What meets the values: probabilities after dropout, in their type."""
+        return pairs.drop(p).astype(self.program.v.dtype)
 
     def _add_values(self, acc, i, p) -> None:
         """Issues the product of probabilities and values of block i."""
         values = self.program.refs.v
-        if not self.clears_values:
-            values.wait(i)
+        values.wait(i)
         plgpu.wgmma(acc, p, values.at(i).ref)
 
     def _finish_values(self, i) -> None:
@@ -244,13 +233,15 @@ class KeyLoop:
         self.program.refs.v.release(i)
 
 
-def _value_operand(pairs: Pairs, dtype, p: jax.Array) -> jax.Array:
-    """What meets the values: probabilities after dropout, in their type."""
-    return pairs.drop(p).astype(dtype)
+def _is_one(number) -> bool:
+    """Whether it is known to be 1 while tracing."""
+    return isinstance(number, int) and number == 1
 
 
-def _larger(top: jax.Array, p: jax.Array) -> jax.Array:
+def larger(top: jax.Array | None, p: jax.Array) -> jax.Array | None:
     """`flash2.larger` by slices, of which a thread has two columns each."""
+    if top is None:
+        return None
     bits = lax.bitcast_convert_type(p, jnp.int32)
     for first in range(0, bits.shape[-1], support.COLUMNS):
         top = jnp.maximum(top, bits[:, first : first + support.COLUMNS])

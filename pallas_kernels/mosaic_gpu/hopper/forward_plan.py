@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
+from pallas_kernels import device, program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
@@ -34,6 +35,9 @@ MOST_WARPGROUPS = 3  # that compute
 MOST_RETRIES = 2
 # A group of barriers has no more.
 _MOST_STAGES = 32
+# Blocks of queries for which it is asked, a tenth of a millisecond each, how many edges
+# they have.
+_MOST_LOOKED_AT = 256
 
 
 @jax.tree_util.register_dataclass
@@ -244,6 +248,7 @@ class Plan:
         else 0.
       one_running: whether only the first block has a running maximum, in the first pass
         and in the first of two retries.
+      one_edge: whether every work tile is known to have one edge (`KeyLoop`).
       drops_keys: whether there may be keys that no query attends.
       loads_first: whether operands of keys or pairs are loaded from global memory while
         the product of queries and keys is made.
@@ -257,6 +262,7 @@ class Plan:
     storage: Storage
     all_running: int
     one_running: bool
+    one_edge: bool
     drops_keys: bool
     loads_first: bool
     ping_pong: PingPong
@@ -302,6 +308,7 @@ class Plan:
             # Masks of pairs may mask some pairs of any block, so that all blocks would
             # have a running maximum.
             one_running=spec.has_mask_of_pairs and not all_running,
+            one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
             loads_first=storage.pair_values is None and of_keys,
             ping_pong=barriers.ping_pong(storage.consumers),
@@ -335,6 +342,32 @@ class Plan:
         """Sizes of the blocks that a computing warpgroup loads, by axis."""
         _, wider = memory.of_tiles(self.layout.size, self.heads)
         return {"t": ROWS, "s": self.block_kv, **wider}
+
+
+def have_one_edge(spec: AttentionSpec, layout: memory.TileGrid) -> bool:
+    """Whether all blocks of queries are known to have one edge: no data decide it.
+
+    A causal call whose blocks have as many queries as keys is one.
+    """
+    decided_by = spec.masks, spec.offset, spec.query_rows, spec.key_rows, spec.table
+    if jax.tree.leaves(decided_by) or layout.num_blocks["t"] > _MOST_LOOKED_AT:
+        return False
+    size, rows = layout.size, layout.rows
+    starts = range(0, size["t"], rows["t"])
+    ends = (min(start + rows["t"], size["t"]) for start in starts)
+    spec = program.with_end(spec, layout)
+    tiles = (
+        spec.kv_blocks(*of_queries, size["s"], rows["s"])
+        for of_queries in zip(starts, ends, strict=True)
+    )
+    return all(edges_first(tile).edges == 1 for tile in tiles)
+
+
+def edges_first(blocks: Visited) -> Visited:
+    """Blocks of keys as a work tile visits them, one of which is an edge at least."""
+    # `with_an_edge`: if all blocks are full, one is made an edge.
+    # `with_a_block`: if there is no block, there is one now, an edge.
+    return blocks.with_an_edge(1).with_a_block()
 
 
 def _storage(

@@ -17,7 +17,7 @@ from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs, edges_first
 from pallas_kernels.mosaic_gpu.tile_scheduler import (
     DynamicTiles,
     StaticTiles,
@@ -83,22 +83,16 @@ class Program:
         tile = self.scheduler.tile(slot)
         return WorkTile(*query_start(self.spec, self.plan.layout.at_tile(tile)))
 
-    def key_blocks(self, tile: WorkTile, all_running) -> tuple[Visited, jax.Array]:
+    def key_blocks(self, tile: WorkTile) -> tuple[Visited, jax.Array]:
         """The blocks of keys that a tile's rows attend, and how many there are.
 
-        All edges of the range come before its full blocks (`Range.at`). Only edges are
-        taken with a running maximum: all of them, or the first one with
-        `Plan.one_running` where `all_running` is 0.
-
-        Args:
-          all_running: 1 if all blocks are taken with a running maximum, else 0.
+        All edges of the range come before its full blocks (`Range.at`).
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
-        # `with_an_edge`: if all blocks are full, one is made an edge.
-        # `with_a_block`: if there is no block, there is one now, an edge.
-        # `all_edges`: if all are running, all are edges.
-        found = found.with_an_edge(1).with_a_block().all_edges(all_running)
-        return found, jnp.int32(found.count)
+        blocks = edges_first(found)
+        # If all have a running maximum, there is one loop, over edges.
+        blocks = blocks.all_edges() if self.plan.all_running else blocks
+        return blocks, jnp.int32(blocks.count)
 
     def keys_at(self, where: Where, block) -> Where:
         """Where a block of keys lies."""
@@ -116,7 +110,7 @@ class Program:
         return TileSet(self.plan.schedule, slots)
 
     def retries(self, visit: Callable, state):
-        """Runs `state = visit(retry, all_running, state)` for passes after the first.
+        """Runs `state = visit(retry, is_final, state)` for passes after the first.
 
         In the final one all blocks have a running maximum.
         """

@@ -408,7 +408,7 @@ def load(program: KeyProgram) -> None:
 
     @pl.loop(0, program.tiles.count)
     def _(tile):
-        here = program.tiles.at(tile)
+        here = program.tiles.at(program.tiles.place(tile))
         queries = QueryStage(inputs.q.at(here), saved.lse.at(here))
         program.query_pipeline.fill(tile, queries)
         outputs = OutputStage(saved.do.at(here), saved.delta.at(here))
