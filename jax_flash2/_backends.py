@@ -177,7 +177,7 @@ def served(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made]:
 
 def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Declined:
     """The first backend of a platform, from `name` on, that makes a gradient."""
-    found = _first_maker(name, call, pass_, is_named=is_named)
+    found = _first_of(name, call, pass_, is_named=is_named)
     if isinstance(found, Made):
         return found
     why = "; ".join(f"{x}: {text}" for x, text in found.items())
@@ -186,13 +186,11 @@ def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Decl
 
 def tangents(name: str, call: Call, *, is_named: bool) -> Made:
     """Who makes the tangent of a call's results: a kernel, or else `of_tangents`."""
-    found = _first_maker(name, call, "tangent", is_named=is_named)
+    found = _first_of(name, call, "tangent", is_named=is_named)
     return found if isinstance(found, Made) else Made(of_tangents(), Plan(), found)
 
 
-def _first_maker(
-    name: str, call: Call, pass_: Pass, *, is_named: bool
-) -> Made | dict[str, str]:
+def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | dict:
     """Of a platform's backends from `name` on, or why none of them makes a pass."""
     after = list(BACKENDS)[list(BACKENDS).index(name) + 1 :]
     platform = BACKENDS[name].platform
@@ -375,8 +373,9 @@ def _choice(implementation: str | None, call: Call) -> str:
 
 def _first(call: Call, serves: Callable[[str], bool]) -> str | None:
     """The first backend that serves a call and is not slower than the next, if any."""
+    # A backend may be known to be slower than the next one, not than those after that.
     names = unnamed()
-    for i, name in enumerate(names):  # it may be faster than those after the next
+    for i, name in enumerate(names):
         following = names[i + 1 : i + 2]
         if serves(name) and not (_slower(name, call) and any(map(serves, following))):
             return name

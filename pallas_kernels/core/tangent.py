@@ -59,7 +59,11 @@ def init(
 
 
 def step(
-    sums: Sums, again: Recomputed, weighted: jax.Array, v: Block, dv: Block | None
+    sums: Sums,
+    again: Recomputed,
+    weighted: jax.Array,
+    v: Block,
+    dv: Block | None = None,
 ) -> Sums:
     """Takes in one block of keys and values.
 

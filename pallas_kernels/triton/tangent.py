@@ -65,7 +65,7 @@ def tangent(
         def visit(masked, j, sums):
             here = program.visit_at(spec, where, layout, "s", j, masked)
             pairs = program.pairs(spec, here, ("t", "s"), masked, launch)
-            k_block, v_block = k.load(("s", "h"), here), v.load(("s", "d"), here)
+            k_block = k.load(("s", "h"), here)
             qk = pairs.product(q_block, k_block)
             dqk = jnp.zeros(pairs.shape, jnp.float32)
             for block in dq_block:
@@ -76,8 +76,8 @@ def tangent(
             again = pairs.recompute(scores, pairs.along(lse_log2, "t"))
             own = load_tree(along, ("t", "s"), here)
             weighted = again.push(dqk, qk, own)
-            dv_block = None if dv is None else dv.load(("s", "d"), here)
-            return sums_of.step(sums, again, weighted, v_block, dv_block)
+            values = [x.load(("s", "d"), here) for x in (v, dv) if x is not None]
+            return sums_of.step(sums, again, weighted, *values)
 
         is_first = where.get("z", 0) == 0
         sizes = layout.pieces["d"]

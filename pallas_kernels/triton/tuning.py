@@ -88,9 +88,13 @@ def _heads_of_tiles(
     return heads[: LEFT[kernel]], heads
 
 
+# Kernels whose programs own a block of keys.
+_OF_KEYS = ("dkv", "dk", "dv")
+
+
 def _rows(kernel: str, blocks: Blocks) -> tuple[int, int]:
     """Rows of the block that a program owns, and of those that it loops over."""
-    if kernel in ("dkv", "dk", "dv"):
+    if kernel in _OF_KEYS:
         return blocks.block_kv, blocks.block_q
     return blocks.block_q, blocks.block_kv
 
@@ -128,6 +132,7 @@ def shared_memory(
       products: of the family of the GPU (`device.Family`).
       dropout: whether bits are made for each pair.
     """
+    pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
     if products != "wgmma" and not beside:
         handed = 1 + dropout  # its bits, too
@@ -137,9 +142,10 @@ def shared_memory(
     stages: float = blocks.num_stages
     own, streamed = _rows(kernel, blocks)
     left, loaded = _heads_of_tiles(kernel, heads)
+    owns_keys = kernel in _OF_KEYS
     if kernel == "dbias":  # every loop loads all four
         own, streamed = 0, own + streamed
-    elif kernel not in ("forward", "dq", "tangent"):  # one of q and do is also wanted transposed
+    elif owns_keys:  # one of q and do is also wanted transposed
         stages = max(stages, 1.5)
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
@@ -153,7 +159,7 @@ def shared_memory(
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
         bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
         tiles += 4 * blocks.num_stages * streamed  # what keys have each
-        tiles += dropout * bits * (1 if kernel in ("forward", "dq", "tangent") else 2)
+        tiles += dropout * bits * (1 + (owns_keys or kernel == "dbias"))
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     return int(need) + tiles
 
@@ -181,7 +187,7 @@ def _of_mma_sync(
     divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
     each = 4 if own <= 16 else min(itemsize, 4)
     left = each * pairs * handed if divide or own <= 32 else 0
-    rows = (16 if kernel in ("dkv", "dk", "dv") else 8) * streamed  # lse, delta, ids
+    rows = (16 if kernel in _OF_KEYS else 8) * streamed  # lse, delta, ids
     resident = own * sum(kept) * itemsize
     if kernel == "dbias":
         resident = own * sum(heads) * itemsize
@@ -338,13 +344,33 @@ def _candidates(
     for blocks in (tuned[name] for name in names if name in tuned):
         fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
         found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
-    found += [Blocks(*blocks) for blocks in smaller]
-    if kernel == like:
-        return found
-    # For each key twice as much is loaded: half the keys take as much memory.
-    halves = (max(16, blocks.block_kv // 2) for blocks in found)
-    pairs = zip(found, halves, strict=True)
-    return [dataclasses.replace(blocks, block_kv=half) for blocks, half in pairs]
+    smaller = [Blocks(*blocks) for blocks in smaller]
+    return found + smaller if kernel == like else _of_tangents(found, smaller, itemsize)
+
+
+def _of_tangents(
+    tuned: list[Blocks], smaller: list[Blocks], itemsize: float
+) -> list[Blocks]:
+    """Blocks of `dq` for the kernel that loads twice as much for each key.
+
+    Half the keys take as much memory. With one stage, what is loaded passes through
+    registers, which have no room for twice as much; nor have they for both left tiles
+    in three pieces, but of half the rows.
+    """
+
+    def halved(blocks: Blocks, field: str) -> Blocks:
+        half = max(16, getattr(blocks, field) // 2)
+        return dataclasses.replace(blocks, **{field: half})
+
+    def of_keys(blocks: Blocks) -> Blocks:
+        stages = max(2, blocks.num_stages)
+        return dataclasses.replace(halved(blocks, "block_kv"), num_stages=stages)
+
+    wide = list(map(of_keys, tuned))
+    narrow = [halved(blocks, "block_q") for blocks in wide]
+    last = smaller[-1]  # the one that needs least
+    first = narrow if itemsize == SPLIT_ITEMSIZE else wide + narrow
+    return [*first, *map(of_keys, smaller), last]
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> int:

@@ -150,14 +150,20 @@ def test_infinities_do_not_come_through(poison):
     check("bias", RUNNERS["xla"], poison)
 
 
-@pytest.mark.parametrize("way", ["bias", *deeply("mask_pairs")])
-def test_tangents_are_zero(way):
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        *(("bias", "xla"), ("bias_soft_cap", "triton")),
+        *deeply(("mask_pairs", "xla"), ("segments", "triton"), ("no_keys", "triton")),
+    ],
+)
+def test_tangents_are_zero(way, backend):
     """In forward mode, and on top of a gradient."""
-    arguments = WAYS[way](CASE)
+    arguments = WAYS[way](CASE) | BACKENDS[backend]
     (q, k, v), _ = CASE.inputs("float32")
 
     def out(q, k, v):
-        return attention(q, k, v, implementation="xla", **arguments)
+        return attention(q, k, v, **arguments)
 
     def gradients(q, k, v):
         o, pull = jax.vjp(out, q, k, v)
