@@ -14,6 +14,7 @@ from tests.faults import (
     mods,
     mosaic_gpu,
     paged,
+    tangents,
     tuner,
 )
 from tests.faults.kernels import COUNTS, REGIME, of, rule
@@ -421,4 +422,5 @@ MUTANTS = [
     *tuner.MUTANTS,
     *flashify.MUTANTS,
     *paged.MUTANTS,
+    *tangents.MUTANTS,
 ]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
+from pallas_kernels.device import Gpu
+from pallas_kernels.triton import tuning
 from tests import tolerances
 from tests.cases import BACKENDS, CASES, INTERPRETED, ON_GPU, PAIRWISE, by_name
 from tests.kernels.runners import DTYPES
@@ -120,6 +122,46 @@ def test_keys_in_parts(record_property):
     config = dataclasses.replace(config or Config(), splits=2)
     case = by_name("sinks")
     check(case.full() if ON_GPU else case, "float32", record_property, config=config)
+
+
+def test_nothing_of_dropped_keys_comes_through():
+    """NaN in a key that a mask of pairs drops for all, and in its tangents."""
+    rng = np.random.default_rng(0)
+    shapes = [(80, 1, 16), (40, 1, 16), (40, 1, 16)]
+    operands, tangents = (
+        [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes]
+        for _ in range(2)
+    )
+    mask = (rng.random((80, 40)) < 0.8) & (np.arange(40) != 7)
+
+    @jax.jit
+    def run(operands, tangents):
+        def call(*operands):
+            return attention(*operands, mask=mask, **BACKENDS["triton"])
+
+        return jax.jvp(call, operands, tangents)
+
+    def dirty(q, *of_keys):
+        return [q, *(x.at[7].set(jnp.nan) for x in of_keys)]
+
+    found = run(dirty(*operands), dirty(*tangents))
+    for a, b in zip(found, run(operands, tangents), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "itemsize", "expected"),
+    [
+        ("NVIDIA H200", 2, Blocks(64, 32, 4, 3, None, 2)),
+        ("NVIDIA A100-SXM4-80GB", 4, Blocks(64, 16, 8, 2)),
+        ("NVIDIA L4", 4, Blocks(32, 16, 8, 2)),
+        ("NVIDIA L4", tuning.SPLIT_ITEMSIZE, Blocks(16, 16, 8, 2)),
+    ],
+)
+def test_blocks_follow_from_those_of_dq(gpu, itemsize, expected):
+    """Of half the keys, for twice as much is loaded; with two stages at least."""
+    sizes = {"rows": (4096, 4096), "heads": (128, 128), "itemsize": itemsize}
+    assert tuning.choose("tangent", None, gpu=Gpu.named(gpu), **sizes) == expected
 
 
 X = jax.ShapeDtypeStruct((4, 2048, 8, 128), jnp.bfloat16)
