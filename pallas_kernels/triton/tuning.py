@@ -18,6 +18,7 @@ from pallas_kernels import device, tables, user_tables
 from pallas_kernels.configs import KERNELS, LIKE, Blocks, Config
 from pallas_kernels.device import Gpu
 from pallas_kernels.tables import padded
+from pallas_kernels.triton import tangent_blocks
 
 # A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
 # and padded head sizes up to the key.
@@ -345,32 +346,11 @@ def _candidates(
         fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
         found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
     smaller = [Blocks(*blocks) for blocks in smaller]
-    return found + smaller if kernel == like else _of_tangents(found, smaller, itemsize)
-
-
-def _of_tangents(
-    tuned: list[Blocks], smaller: list[Blocks], itemsize: float
-) -> list[Blocks]:
-    """Blocks of `dq` for the kernel that loads twice as much for each key.
-
-    Half the keys take as much memory. With one stage, what is loaded passes through
-    registers, which have no room for twice as much; nor have they for both left tiles
-    in three pieces, but of half the rows.
-    """
-
-    def halved(blocks: Blocks, field: str) -> Blocks:
-        half = max(16, getattr(blocks, field) // 2)
-        return dataclasses.replace(blocks, **{field: half})
-
-    def of_keys(blocks: Blocks) -> Blocks:
-        stages = max(2, blocks.num_stages)
-        return dataclasses.replace(halved(blocks, "block_kv"), num_stages=stages)
-
-    wide = list(map(of_keys, tuned))
-    narrow = [halved(blocks, "block_q") for blocks in wide]
-    last = smaller[-1]  # the one that needs least
-    first = narrow if itemsize == SPLIT_ITEMSIZE else wide + narrow
-    return [*first, *map(of_keys, smaller), last]
+    if kernel == like:
+        return found + smaller
+    in_pieces = itemsize == SPLIT_ITEMSIZE
+    crowded = in_pieces or (gpu.tensor_memory and size > _LARGEST_SUMMED)
+    return tangent_blocks.of(found, smaller, crowded=bool(crowded))
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> int:

@@ -83,11 +83,11 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/triton/tuning.py",
+        "pallas_kernels/triton/tangent_blocks.py",
         (
             "blocks of tangents with all keys",
-            "wide = list(map(of_keys, tuned))",
-            "wide = tuned",
+            "wide = list(map(_with_half_the_keys, tuned))",
+            "wide = list(tuned)",
             BLOCKS,
         ),
     ),

@@ -155,6 +155,7 @@ def test_nothing_of_dropped_keys_comes_through():
         ("NVIDIA H200", 2, Blocks(64, 32, 4, 3, None, 2)),
         ("NVIDIA A100-SXM4-80GB", 4, Blocks(64, 16, 8, 2)),
         ("NVIDIA L4", 4, Blocks(32, 16, 8, 2)),
+        ("NVIDIA B200", 2, Blocks(64, 32, 4, 3)),
         ("NVIDIA L4", tuning.SPLIT_ITEMSIZE, Blocks(16, 16, 8, 2)),
     ],
 )
