@@ -149,6 +149,30 @@ def test_nothing_of_dropped_keys_comes_through():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_score_of_minus_infinity_has_no_tangent():
+    """Whatever the derivative of a function is there: of log(0) it is infinite."""
+    rng = np.random.default_rng(0)
+    q, k, v = jnp.asarray(rng.standard_normal((3, 20, 1, 16)), jnp.float32)
+    gate = jnp.asarray(np.arange(20) % 3, jnp.float32)
+
+    def pushed(options):
+        def call(*operands):
+            *operands, gate = operands
+
+            def gated(score, b, h, i, j):
+                return score + jnp.log(gate[j])
+
+            return attention(*operands, score_mod=gated, **options)
+
+        operands = q, k, v, gate
+        return jax.jit(lambda *x: jax.jvp(call, x, x)[1])(*operands)
+
+    found, expected = map(pushed, (BACKENDS["triton"], BACKENDS["xla"]))
+    assert np.isfinite(expected).all()
+    atol = 2e-2 if ON_GPU else 1e-5  # TF32
+    np.testing.assert_allclose(found, expected, rtol=atol, atol=atol)
+
+
 @pytest.mark.parametrize(
     ("gpu", "itemsize", "expected"),
     [
