@@ -303,11 +303,12 @@ def attention(
     Derivatives: every implementation supports reverse mode, forward mode (`jax.jvp`,
     `jax.linearize`; `jax.experimental.jet`, not with "reference" and masks), and each
     on top of the other (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear,
-    except with "reference". Tangents run as "xla", but for those along value alone. The
-    output is linear in value, and may be transposed by it (`jax.linear_transpose`,
-    gradients through iterative solvers). Third derivatives require forward mode on top
-    of second derivatives, or "reference". A ring (`Context.method`) has first
-    derivatives alone, in reverse mode.
+    except with "reference". The tangent of a call is a kernel of "triton" where that
+    serves it; tangents of gradients and of tangents run as "xla". The output is linear
+    in value, and may be transposed by it (`jax.linear_transpose`, gradients through
+    iterative solvers). Third derivatives require forward mode on top of second
+    derivatives, or "reference". A ring (`Context.method`) has first derivatives alone,
+    in reverse mode.
 
     Example:
       >>> import jax, jax.numpy as jnp

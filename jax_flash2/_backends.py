@@ -36,8 +36,8 @@ class Entry:
       module: its name.
       platform: on which its kernels run, and elsewhere interpreted; None for any.
       has_tangents: whether its functions are plain JAX, through which JAX can push
-        tangents (forward mode); others are inside a `custom_vjp`, and have those of the
-        first that is.
+        tangents (forward mode); others are inside a `custom_vjp`, and have kernels for
+        tangents, or those of the first that is.
       only_by_name: why it serves only calls that name it, and makes only their forward
         pass; None where it serves others.
     """
@@ -176,7 +176,22 @@ def served(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made]:
 
 
 def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Declined:
-    """The first backend of a platform, from `name` on, that makes a pass."""
+    """The first backend of a platform, from `name` on, that makes a gradient."""
+    found = _first_of(name, call, pass_, is_named=is_named)
+    if isinstance(found, Made):
+        return found
+    why = "; ".join(f"{x}: {text}" for x, text in found.items())
+    return Declined(f"no kernel makes its gradients: {why}")
+
+
+def tangents(name: str, call: Call, *, is_named: bool) -> Made:
+    """Who makes the tangent of a call's results: a kernel, or else `of_tangents`."""
+    found = _first_of(name, call, "tangent", is_named=is_named)
+    return found if isinstance(found, Made) else Made(of_tangents(), Plan(), found)
+
+
+def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | dict:
+    """Of a platform's backends from `name` on, or why none of them makes a pass."""
     after = list(BACKENDS)[list(BACKENDS).index(name) + 1 :]
     platform = BACKENDS[name].platform
     others = [x for x in after if x in unnamed() and BACKENDS[x].platform == platform]
@@ -192,12 +207,11 @@ def _maker(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | Decl
             passed_over[x] = str(own.slower)
             continue
         return Made(x, own, passed_over)
-    why = "; ".join(f"{x}: {text}" for x, text in passed_over.items())
-    return Declined(f"no kernel makes its gradients: {why}")
+    return passed_over
 
 
 def of_tangents() -> str:
-    """The backend that computes the tangents of every backend."""
+    """The backend of plain JAX, which makes the tangents that no kernel makes."""
     return next(name for name, entry in BACKENDS.items() if entry.has_tangents)
 
 
@@ -395,7 +409,10 @@ def _explained(implementation: str | None, call: Call) -> list[str]:
             of_products = f"{forward:.3g} FLOPs, of gradients {backward:.3g}"
             lines.append(f"    products: {of_products}")
         if chosen in BACKENDS:
-            found = served(chosen, call, is_named=implementation is not None)
+            is_named = implementation is not None
+            found = served(chosen, call, is_named=is_named)
+            if call.spec.pages is None:
+                found["tangent"] = tangents(chosen, call, is_named=is_named)
             for pass_, made in found.items():
                 lines += [f"    {line}" for line in _words(pass_, made, call)]
         used = (user_tables.used(name, device.device_kind()) for name in BACKENDS)

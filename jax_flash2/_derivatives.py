@@ -4,10 +4,12 @@ The tangent of the forward is an operation of its own, linear in the tangents, a
 transpose is the backward of FlashAttention-2: reverse mode saves and runs what the
 custom_vjp of the kernels would (`_vjp`).
 
-Tangents are made by the loops of the xla backend, whatever the backend of the call.
-They are plain JAX, so that JAX itself can push tangents through them (`jax.jvp`,
-`jax.linearize`, `jax.hessian`), in memory linear in the sequence length. Along value
-alone, in which the output is linear, the tangent is the forward with another value.
+The forward's tangent is made by kernels, if the backend of the call has them for it.
+Others are made by the loops of the xla backend, and so are tangents of tangents and of
+gradients, whatever the backend of the call. Its loops are plain JAX, so that JAX itself
+can push tangents through them (`jax.jvp`, `jax.linearize`, `jax.hessian`), in memory
+linear in the sequence length. Along value alone, in which the output is linear, the
+tangent is the forward with another value.
 
 The transpose of the backward's tangent (reverse over reverse) needs no pass of its own.
 With L(x) = <out(x), do> + <lse(x), dlse>, the backward is g = grad L, and its
@@ -29,7 +31,7 @@ from jax.interpreters import partial_eval as pe
 
 from jax_flash2 import _backends, _sharding
 from jax_flash2._operation import Operation, Problem, is_differentiable
-from jax_flash2._vjp import BACKWARD, FORWARD, forward_backends, to_save
+from jax_flash2._vjp import BACKWARD, FORWARD, forward_backends, serving, to_save
 from pallas_kernels.core.axes import Named, sizes, summed_to
 
 _VALUE = 2  # the place of value among the operands
@@ -92,8 +94,12 @@ def _tangent(kind: _Kind) -> _Kind:
 
     def rule(problem: Problem, operands):
         primals, tangents = kind.parts(problem, operands)
-        own, results = _pushed(operation, problem, list(primals), tangents)
         wanted = operation.outputs(problem, operands)
+        made = _made(operation, problem, primals, tangents)
+        if made is not None:
+            saved = operands[len(primals) : len(operands) - len(tangents)]
+            return _by_kernels(made, problem, (primals, saved, tangents), wanted)
+        own, results = _pushed(operation, problem, list(primals), tangents)
         named = (Named(x, a.axes) for x, a in zip(results, own, strict=True))
         return [_repeated_to(x, b) for x, b in zip(named, wanted, strict=True)]
 
@@ -104,9 +110,10 @@ def _tangent(kind: _Kind) -> _Kind:
 
     def backends(problem: Problem, operands) -> tuple[str, ...]:
         primals, tangents = kind.parts(problem, operands)
-        if _along_value(operation, primals, tangents) is None:
-            return (_backends.of_tangents(),)
-        return forward_backends(problem, primals)
+        if _along_value(operation, primals, tangents) is not None:
+            return forward_backends(problem, primals)
+        made = _made(operation, problem, primals, tangents)
+        return (_backends.of_tangents() if made is None else made.name,)
 
     def unread(problem: Problem, operands):
         """What the operation does not read, its tangents, and what is saved."""
@@ -127,6 +134,26 @@ def _along_value(operation: Operation, primals, tangents) -> Named | None:
     """The tangent of value, if the forward has no other."""
     present = _present(primals, tangents)
     return present[_VALUE] if operation is FORWARD and [*present] == [_VALUE] else None
+
+
+def _made(operation: Operation, problem: Problem, primals, tangents):
+    """Who has a kernel for the tangent of an operation, and its plan; or None."""
+    by_value = _along_value(operation, primals, tangents) is not None
+    is_empty = 0 in sizes([*primals, *tangents]).values()
+    if operation is not FORWARD or by_value or is_empty:
+        return None
+    name, call = serving(problem, primals)
+    made = _backends.tangents(name, call, is_named=problem.is_named)
+    return None if _backends.BACKENDS[made.name].has_tangents else made
+
+
+def _by_kernels(made: _backends.Made, problem: Problem, parts, outputs):
+    """The tangent of the forward; `parts` are primals, what is saved, and tangents."""
+    primals, saved, tangents = parts
+    present, names = _present(primals, tangents), problem.places.items()
+    along = {name: present[i] for name, i in names if i in present}
+    call = problem.call(primals)
+    return _backends.module(made.name).tangent(made.plan, call, saved, along, outputs)
 
 
 def _pushed(operation: Operation, problem: Problem, primals: list[Named], tangents):

@@ -35,20 +35,20 @@ from pallas_kernels.backend import Call, Pass, Plan
 from pallas_kernels.core.axes import Axes, Named, sizes
 
 
-def _serving(problem: Problem, operands) -> tuple[str, Call]:
+def serving(problem: Problem, operands) -> tuple[str, Call]:
     """The backend of a call, with all the axes that it has by now, and the call."""
     call = problem.call(operands[: len(problem.axes)])
     return _backends.again(problem.backend, call, is_named=problem.is_named), call
 
 
 def forward_backends(problem: Problem, operands) -> tuple[str, ...]:
-    name, _ = _serving(problem, operands)
+    name, _ = serving(problem, operands)
     return (name,)
 
 
 def _makers(problem: Problem, operands) -> dict[Pass, _backends.Made]:
     """The backend and the plan of each pass of the gradients."""
-    name, call = _serving(problem, operands)
+    name, call = serving(problem, operands)
     found = _backends.served(name, call, is_named=problem.is_named)
     del found["forward"]
     return found
@@ -66,7 +66,7 @@ def _forward(problem: Problem, operands):
             jnp.zeros(o.shape, o.dtype),
             *(jnp.full(x.shape, -jnp.inf, x.dtype) for x in of_rows),
         ]
-    name, call = _serving(problem, operands)
+    name, call = serving(problem, operands)
     made = _backends.served(name, call, is_named=problem.is_named)["forward"]
     return _backends.module(name).forward(made.plan, call, outputs)
 

@@ -158,7 +158,7 @@ class Call:
         return named if spec.sink is None else {**named, "sink": spec.sink}
 
 
-Pass = Literal["forward", "backward", "operand_gradients"]
+Pass = Literal["forward", "backward", "operand_gradients", "tangent"]
 
 
 class Plan:
@@ -184,9 +184,10 @@ class Declined:
 class Backend(Protocol):
     """What the module of a backend has.
 
-    One that declines both passes of gradients needs no `backward`. It may also have
-    `lowering_context`, a function without arguments: the context in
-    which its other functions are traced and lowered.
+    One that declines both passes of gradients needs no `backward`, and one that
+    declines tangents, or through which JAX can push them, no `tangent`. It may also
+    have `lowering_context`, a function without arguments: the context in which its
+    other functions are traced and lowered.
     """
 
     def plan(self, call: Call, pass_: Pass, /) -> Plan | Declined:
@@ -194,8 +195,8 @@ class Backend(Protocol):
 
         A pass that it makes it makes for every call of those shapes, under `jax.vmap`
         too. The passes are the forward one, the gradients of query, key, value and
-        sink ("backward"), and those of the score's operands. Another backend may make
-        each of them.
+        sink ("backward"), those of the score's operands, and the tangents of output and
+        log-sum-exp. Another backend may make each of them.
         """
         ...
 
@@ -229,5 +230,25 @@ class Backend(Protocol):
           wanted: shape structs of the gradients of these passes, by the names of
             `Call.differentiable`. An axis that one lacks is summed over; one that it
             has beyond its operand is `jax.vmap`'s.
+        """
+        ...
+
+    def tangent(
+        self,
+        plan: Plan,
+        call: Call,
+        saved: tuple[Named, Named],
+        tangents: Mapping[str, Named],
+        outputs: tuple[Named, Named],
+    ) -> Sequence[jax.Array]:
+        """The tangents of output and log-sum-exp.
+
+        Args:
+          plan: of the tangent.
+          call: of `Named` arrays.
+          saved: o and lse.
+          tangents: by the names of `Call.differentiable`, those that are not zero. They
+            have the axes of their operands, and may have more of `jax.vmap`'s.
+          outputs: shape structs of the results.
         """
         ...

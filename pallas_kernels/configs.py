@@ -6,6 +6,8 @@ import dataclasses
 
 # Each kernel has its blocks in `Config`.
 KERNELS = ("forward", "dkv", "dk", "dv", "dq", "dbias")
+# Others have the blocks of one of those, for fewer keys: the kernel of tangents.
+LIKE = {"tangent": "dq"}
 
 _REGISTER_BOUNDS = range(24, 256, 8)
 
@@ -93,8 +95,9 @@ class Config:
         wide (above 192, or 320 for key and value together).
       dk, dv: blocks of the two kernels that replace it for head sizes above 128; None
         uses `dkv`. The "mosaic_gpu" backend has no such kernels.
-      dq: blocks of the kernel that computes the gradient of query. The "mosaic_gpu"
-        backend has one for wide heads only.
+      dq: blocks of the kernel that computes the gradient of query, and of that of
+        tangents (forward mode), which loads twice as much for a key. The "mosaic_gpu"
+        backend has one of the gradient, for wide heads only, and none of tangents.
       dbias: blocks of the kernel that computes the gradient of `bias`, `alibi_slopes`
         or a `scale` that is an array.
       splits: into how many parts each kernel divides the work of a block of rows, from
@@ -140,6 +143,6 @@ class Config:
             raise TypeError(f"interpret must be a bool, got {self.interpret!r}")
 
     def blocks(self, kernel: str) -> Blocks | None:
-        """The caller's blocks for one of `KERNELS`."""
-        chosen = getattr(self, kernel)
+        """The caller's blocks for one of `KERNELS`, or of those in `LIKE`."""
+        chosen = getattr(self, LIKE.get(kernel, kernel))
         return self.dkv if chosen is None and kernel in ("dk", "dv") else chosen

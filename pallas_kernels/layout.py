@@ -261,6 +261,7 @@ def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeSt
 _OWN = {
     "forward": (("t",), "n"),
     "dq": (("t",), "n"),
+    "tangent": (("t",), "n"),
     "dkv": (("s",), "k"),
     "dk": (("s",), "k"),
     "dv": (("s",), "k"),
@@ -326,9 +327,10 @@ class Layout(abc.ABC):
         looped: tuple[str, ...] = (),
         **more: Any,
     ) -> Self:
-        """The layout of one of `configs.KERNELS`; `own` and `looped` of "dbias".
+        """The layout of a kernel (`configs.KERNELS`, or "tangent").
 
         Args:
+          own, looped: of "dbias".
           more: of a backend's own layout.
         """
         parallel, heads = _OWN.get(kernel, (own, "n"))

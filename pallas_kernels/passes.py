@@ -92,6 +92,25 @@ def backward(
     return gradients
 
 
+def tangent(
+    run: Callable,
+    call: Call,
+    saved: tuple[Named, Named],
+    tangents: Mapping[str, Named],
+    outputs: tuple[Named, Named],
+) -> tuple[jax.Array, ...]:
+    """The results of `backend.Backend.tangent`.
+
+    Args:
+      run: as for `backward`; "tangent" gets what is left of this function's arguments.
+    """
+    q, of_keys = call.query, [x for x in ("key", "value") if x in tangents]
+    rows = (call.key, call.value, *(tangents[name] for name in of_keys))
+    spec, k, v, *along = _without_dropped(q, call.spec, *rows)
+    tangents = {**tangents, **dict(zip(of_keys, along, strict=True))}
+    return run("tangent", "s", q, k, v, spec, saved, tangents, outputs)
+
+
 def of_sink(sink: Named, lse: Named, delta: Named, out: Named) -> jax.Array:
     """The gradient `out` of the sinks."""
     gradient = sink_gradient(sink, lse, delta)

@@ -25,7 +25,7 @@ class GpuCall:
       dtype: of query, key and value.
       arguments: the others of `attention`; an array is given by its dtype, and by its
         axes in small letters, with "1" for a broadcast one.
-      gradients: whether the backward is compiled, too.
+      gradients: whether the backward and a tangent are compiled, too.
       quick: whether it is one of those that stand for all.
     """
 
@@ -67,7 +67,7 @@ def of_arrays(call, names, static):
 
 
 def with_gradients(run):
-    """Also the gradients of operands and of all others that are floating point."""
+    """Also gradients of operands and all others of floating point, and a tangent."""
 
     def both(operands, others, cotangent):
         is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in others]
@@ -79,7 +79,8 @@ def with_gradients(run):
             return run(operands, [next(given) if yes else x for x, yes in pairs])
 
         out, pull = jax.vjp(of_floats, operands, floats)
-        return out, pull(cotangent)
+        _, along = jax.jvp(of_floats, (operands, floats), (operands, floats))
+        return out, pull(cotangent), along
 
     return both
 

@@ -37,6 +37,7 @@ GRADIENT = (3.0, 4.0)
 # The axis of heads of each result, from the last; those with fewer axes have none.
 HEADS = {
     "lse": -1,
+    "lse tangent": -1,
     "max_logit": -1,
     "bias": -3,
     "alibi_slopes": -1,

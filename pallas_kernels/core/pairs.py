@@ -183,6 +183,25 @@ class Recomputed(NamedTuple):
             return jnp.maximum(self.p, 0.0)
         return self.pairs.drop(self.p)
 
+    def push(
+        self, dqk: jax.Array, qk: jax.Array, tangents: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """p times the tangent of the scores, for tangents (`core.tangent`).
+
+        0 where p is, whatever the tangent is there: of a score of -inf it may be NaN.
+
+        Args:
+          dqk: the tangent of the products of queries and keys.
+          qk: those products.
+          tangents: of those operands of the score that have one, against the block.
+        """
+        score, masked = self.pairs.spec.score, self.pairs.masked is not False
+        own = {name: x for name, x in tangents.items() if name in score.operands}
+        ds = score.push(dqk, qk, own, self.scores, self.pairs._setting())
+        if masked or score.may_mask:
+            ds = jnp.where(self.p == 0.0, 0.0, ds)
+        return self.p * ds
+
     def dz(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
         """The gradient before the terms of the score, as `pull` makes it."""
         return self.pull(dp, delta).dz

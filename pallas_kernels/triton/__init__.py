@@ -17,6 +17,7 @@ from pallas_kernels.triton import memory, support, tuning
 from pallas_kernels.triton.backward import dbias, dkv, dq
 from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
+from pallas_kernels.triton.tangent import tangent as tangent_kernel
 
 MAX_HEAD_SIZE = 512
 # Of latent keys in pages, of which values are the first elements (DeepSeek-V3).
@@ -80,6 +81,7 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
         "forward": ("forward",),
         "backward": tuple(tuning.kernels(_head_blocks([call.key, call.value]))),
         "operand_gradients": ("dbias",),
+        "tangent": ("tangent",),
     }
     kernels = of_pass[pass_]
     if pass_ == "backward":
@@ -114,10 +116,11 @@ def _unsupported(call: Call) -> str | None:
 def _unfit(kernel: str, call: Call) -> str | None:
     """Why a kernel cannot have the blocks that it is given, or any, or None."""
     heads, largest = _head_blocks([call.key, call.value]), max(call.head_sizes)
+    field = f"Config.{configs.LIKE.get(kernel, kernel)}"
     blocks = call.config and call.config.blocks(kernel)
     odd = tuning.no_power_of_two(blocks) if blocks else None
     if odd is not None:
-        return f"{odd} of Config.{kernel} is no power of two"
+        return f"{odd} of {field} is no power of two"
     if call.interpret:
         return None
     gpu, itemsize = device.gpu(), jnp.dtype(call.dtype).itemsize
@@ -125,7 +128,7 @@ def _unfit(kernel: str, call: Call) -> str | None:
     needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
     if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
         least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
-        needs = f"Config.{kernel} needs at least"
+        needs = f"{field} needs at least"
     if least <= limit:
         return None
     return f"{needs} {least >> 10} KiB of shared memory and this GPU has {limit >> 10}"
@@ -191,6 +194,7 @@ _KERNELS = {
     "dk": dkv,
     "dv": dkv,
     "dbias": dbias,
+    "tangent": tangent_kernel,
 }
 
 
@@ -223,6 +227,11 @@ def backward(plans, call: Call, saved, wanted):
     """Gradients (`backend.Backend`)."""
     apart = "dkv" not in tuning.kernels(_head_blocks([call.query, call.value]))
     return passes.backward(_runner(call), call, saved, wanted, dk_and_dv_apart=apart)
+
+
+def tangent(plan: Plan, call: Call, saved, tangents, outputs):
+    """Tangents of output and log-sum-exp (`backend.Backend`)."""
+    return passes.tangent(_runner(call), call, saved, tangents, outputs)
 
 
 def _runner(call: Call):

@@ -15,9 +15,10 @@ import math
 import warnings
 
 from pallas_kernels import device, tables, user_tables
-from pallas_kernels.configs import KERNELS, Blocks, Config
+from pallas_kernels.configs import KERNELS, LIKE, Blocks, Config
 from pallas_kernels.device import Gpu
 from pallas_kernels.tables import padded
+from pallas_kernels.triton import tangent_blocks
 
 # A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
 # and padded head sizes up to the key.
@@ -57,8 +58,8 @@ SPLIT_ITEMSIZE = 5.5
 ITEMSIZES = {"float32": 4, "float32 highest": SPLIT_ITEMSIZE}
 
 # How many tiles of a program multiply every block from the left: the first of the size
-# of keys, the second of that of values.
-LEFT = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2, "dbias": 0}
+# of keys, the second of that of values, or of that of keys, too (`_heads_of_tiles`).
+LEFT = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2, "dbias": 0, "tangent": 2}
 
 # With tensor memory, by kernel: how many of the blocks that its loop loads two products
 # read (the first of the size of keys, the second of that of values), the sizes of its
@@ -71,15 +72,30 @@ _PRODUCTS = {
     "dv": (0, (1,), 1, 1),
     "dq": (1, (0,), 2, 1),
     "dbias": (0, (), 2, 0),
+    "tangent": (1, (1,), 3, 2),
 }
 # There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
 _BESIDE = (1 << 10) + 512
 _BESIDE_8_WARPS = (4 << 10) + 512
 
 
+def _heads_of_tiles(
+    kernel: str, heads: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Head sizes of a program's left tiles, and of what its loop loads, keys first."""
+    if kernel == "tangent":  # each is beside its tangent
+        key, value = heads
+        return (key, key), (key, key, value, value)
+    return heads[: LEFT[kernel]], heads
+
+
+# Kernels whose programs own a block of keys.
+_OF_KEYS = ("dkv", "dk", "dv")
+
+
 def _rows(kernel: str, blocks: Blocks) -> tuple[int, int]:
     """Rows of the block that a program owns, and of those that it loops over."""
-    if kernel in ("dkv", "dk", "dv"):
+    if kernel in _OF_KEYS:
         return blocks.block_kv, blocks.block_q
     return blocks.block_q, blocks.block_kv
 
@@ -109,7 +125,7 @@ def shared_memory(
     some 400 compiled for a B200 and as many for GPUs of `mma.sync`.
 
     Args:
-      kernel: one of `KERNELS`.
+      kernel: one of `KERNELS`, or of those in `LIKE`.
       blocks: the blocks.
       heads: padded head sizes of key and value.
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
@@ -117,6 +133,7 @@ def shared_memory(
       products: of the family of the GPU (`device.Family`).
       dropout: whether bits are made for each pair.
     """
+    pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
     if products != "wgmma" and not beside:
         handed = 1 + dropout  # its bits, too
@@ -125,14 +142,16 @@ def shared_memory(
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
     stages: float = blocks.num_stages
     own, streamed = _rows(kernel, blocks)
+    left, loaded = _heads_of_tiles(kernel, heads)
+    owns_keys = kernel in _OF_KEYS
     if kernel == "dbias":  # every loop loads all four
         own, streamed = 0, own + streamed
-    elif kernel not in ("forward", "dq"):  # one of q and do is also wanted transposed
+    elif owns_keys:  # one of q and do is also wanted transposed
         stages = max(stages, 1.5)
         tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
         tiles += 4 * pairs if itemsize == 4 else 0
-    resident = own * sum(heads[: max(0, LEFT[kernel] - blocks.left_in_registers)])
-    need = (resident + stages * streamed * sum(heads)) * itemsize
+    resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)])
+    need = (resident + stages * streamed * sum(loaded)) * itemsize
     # A sum, in float32, passes through it on its way out.
     need = max(need, own * max(heads) * 4)
     if beside:
@@ -141,7 +160,7 @@ def shared_memory(
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
         bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
         tiles += 4 * blocks.num_stages * streamed  # what keys have each
-        tiles += dropout * bits * (1 if kernel in ("forward", "dq") else 2)
+        tiles += dropout * bits * (1 + (owns_keys or kernel == "dbias"))
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     return int(need) + tiles
 
@@ -162,13 +181,15 @@ def _of_mma_sync(
     """
     pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
     own, streamed = _rows(kernel, blocks)
-    keys, values = (streamed * head * itemsize for head in heads)
+    kept, loaded = _heads_of_tiles(kernel, heads)
+    halves = loaded[: len(loaded) // 2], loaded[len(loaded) // 2 :]
+    keys, values = (streamed * sum(half) * itemsize for half in halves)
     summed = [tables.pieces(heads[i]) for i in _PRODUCTS[kernel][1]]
     divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
     each = 4 if own <= 16 else min(itemsize, 4)
     left = each * pairs * handed if divide or own <= 32 else 0
-    rows = (16 if kernel in ("dkv", "dk", "dv") else 8) * streamed  # lse, delta, ids
-    resident = own * sum(heads[: LEFT[kernel]]) * itemsize
+    rows = (16 if kernel in _OF_KEYS else 8) * streamed  # lse, delta, ids
+    resident = own * sum(kept) * itemsize
     if kernel == "dbias":
         resident = own * sum(heads) * itemsize
         rows += 8 * own
@@ -210,7 +231,7 @@ def tensor_memory(
     if kernel == "dbias" and itemsize > 2:
         columns += math.ceil(sum(heads) * itemsize / 4)
     elif itemsize == 4:
-        columns += sum(heads[: LEFT[kernel]])
+        columns += sum(_heads_of_tiles(kernel, heads)[0])
     return -(-own // 128) * columns
 
 
@@ -225,7 +246,7 @@ def least_shared_memory(
     if itemsize != 2 or kernel == "dbias":  # some of it may not pass through it
         return 0
     _, streamed = _rows(kernel, blocks)
-    first = sum(tables.pieces(head)[0] for head in heads)
+    first = sum(tables.pieces(n)[0] for n in _heads_of_tiles(kernel, heads)[1])
     return (blocks.num_stages - 1) * streamed * first * itemsize
 
 
@@ -307,13 +328,13 @@ def _candidates(
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
     size = min(max(heads), tables.HEADS[-1])  # latent keys are larger
-    head = str(tables.bucket(size))
-    tuned = _table(gpu).get(kernel, {}).get(head)
+    head, like = str(tables.bucket(size)), LIKE.get(kernel, kernel)
+    tuned = _table(gpu).get(like, {}).get(head)
     if tuned is None:
-        raise _wrong(gpu, f"{kernel}, {head}", "no blocks")
-    own = user_tables.read("triton", gpu.kind)["blocks"].get(kernel, {}).get(head, {})
+        raise _wrong(gpu, f"{like}, {head}", "no blocks")
+    own = user_tables.read("triton", gpu.kind)["blocks"].get(like, {}).get(head, {})
     tuned = tuned | {name: Blocks(*numbers) for name, numbers in own.items()}
-    smaller = tables.table("triton", _SMALLER)[kernel]
+    smaller = tables.table("triton", _SMALLER)[like]
     smaller = next(blocks for n, blocks in smaller.items() if size <= int(n))
     regime = {x: name for name, x in ITEMSIZES.items()}.get(itemsize, regime)
     # What was chosen for elements of two bytes is too large for others.
@@ -322,7 +343,12 @@ def _candidates(
     for blocks in (tuned[name] for name in names if name in tuned):
         fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
         found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
-    return found + [Blocks(*blocks) for blocks in smaller]
+    smaller = [Blocks(*blocks) for blocks in smaller]
+    if kernel == like:
+        return found + smaller
+    in_pieces = itemsize == SPLIT_ITEMSIZE
+    crowded = in_pieces or (gpu.tensor_memory and size > _LARGEST_SUMMED)
+    return tangent_blocks.of(found, smaller, crowded=bool(crowded))
 
 
 def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> int:
@@ -351,7 +377,7 @@ def choose(
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
     Args:
-      kernel: one of `KERNELS`.
+      kernel: one of `KERNELS`, or of those in `LIKE`.
       config: the caller's configuration.
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.

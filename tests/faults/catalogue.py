@@ -15,6 +15,7 @@ from tests.faults import (
     mods,
     mosaic_gpu,
     paged,
+    tangents,
     tuner,
 )
 from tests.faults.kernels import COUNTS, REGIME, of, rule
@@ -423,4 +424,5 @@ MUTANTS = [
     *tuner.MUTANTS,
     *flashify.MUTANTS,
     *paged.MUTANTS,
+    *tangents.MUTANTS,
 ]

@@ -60,7 +60,7 @@ MUTANTS = [
         ),
         (
             "dropout's bits without room",
-            'bits * (1 if kernel in ("forward", "dq") else 2)',
+            'bits * (1 + (owns_keys or kernel == "dbias"))',
             "bits * 0",
             f"{CLASSES} -k estimates",
         ),
@@ -72,7 +72,7 @@ MUTANTS = [
         ),
         (
             "left operands not counted in tensor memory",
-            "columns += sum(heads[: LEFT[kernel]])",
+            "columns += sum(_heads_of_tiles(kernel, heads)[0])",
             "columns += 0",
             f"{CLASSES} -k estimates",
         ),
@@ -84,7 +84,7 @@ MUTANTS = [
         ),
         (
             "left operands of mma.sync without room",
-            "resident = own * sum(heads[: LEFT[kernel]]) * itemsize",
+            "resident = own * sum(kept) * itemsize",
             "resident = 0",
             f"{CLASSES} -k of_mma_sync",
         ),

@@ -370,8 +370,8 @@ _TRITON = [
         ),
         (
             "tiles in registers counted",
-            "LEFT[kernel] - blocks.left_in_registers",
-            "LEFT[kernel]",
+            "len(left) - blocks.left_in_registers",
+            "len(left)",
             "tests/triton/test_lowering.py -k 'left_operands and 128 and bfloat16'",
         ),
     ),

@@ -102,6 +102,7 @@ CORE = (  # of the folder, likewise
     "gather",
     "visits",
     "pairs",
+    "tangent",
 )
 # Nothing else imports a backend: they are modules of a list (`jax_flash2._backends`).
 BACKENDS = {

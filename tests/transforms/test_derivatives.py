@@ -201,9 +201,11 @@ def test_hessian():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("transformation", deeply(_jvp_of_grad, _vjp_of_grad))
+@pytest.mark.parametrize(
+    "transformation", deeply(_jvp_of_grad, _vjp_of_grad, _vjp_of_jvp, _jvp_of_jvp)
+)
 def test_second_derivatives_of_kernels(transformation):
-    """Their tangents are those of the xla backend; float32, as the kernels are."""
+    """Tangents of gradients are those of the xla backend; float32, as kernels are."""
     operands, tangents = (
         tuple(x.astype(jnp.float32) for x in _operands(seed)[:3]) for seed in (0, 1)
     )
@@ -225,8 +227,10 @@ def test_gradients_of_kernels_are_kernels_under_a_second_derivative():
 
         return jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(loss)(q))))(q)
 
-    # Forward, and dq and dkv of both backward passes.
-    assert lower_for_gpu(twice, x, x, x).count("__gpu$xla.gpu.triton") == 5
+    # Forward, dq and dkv of both backward passes, and a tangent of the forward.
+    kernels = ["forward", "dq", "dkv", "tangent", "dq", "dkv"]
+    found = lower_for_gpu(twice, x, x, x).count("__gpu$xla.gpu.triton")
+    assert found == len(kernels)
 
 
 @pytest.mark.parametrize("second", ["forward", "reverse"])
@@ -276,9 +280,33 @@ def _jvp_of_checkpoint(f, operands, tangents):
     return jax.jvp(jax.checkpoint(f), operands, tangents)
 
 
+def _jvp_of_scan(f, operands, tangents):
+    """Of layers, each of which attends to the output of the one before."""
+    q, *others = operands
+
+    def layers(q, *others):
+        return jax.lax.scan(lambda q, _: f(q, *others), q, length=2)
+
+    return jax.jvp(layers, (q, *others), tangents)
+
+
+def _grad_of_jvp(f, operands, tangents):
+    """Of a loss whose target is a tangent, which has no gradient (MeanFlow)."""
+
+    def loss(*x):
+        (out, _), (along, _) = jax.jvp(f, x, tangents)
+        return jnp.sum((out - jax.lax.stop_gradient(along)) ** 2)
+
+    return jax.value_and_grad(loss, tuple(range(len(operands))))(*operands)
+
+
 @pytest.mark.parametrize(
     "transformation",
-    [_jvp_of_checkpoint, *deeply(_jvp_of_jit, _jvp_of_vmap, _vmap_of_jvp, _linearize)],
+    [
+        *(_vmap_of_jvp, _grad_of_jvp),
+        *deeply(_jvp_of_jit, _jvp_of_vmap, _jvp_of_checkpoint, _jvp_of_scan),
+        *deeply(_linearize),
+    ],
 )
 def test_forward_mode_of_kernels(transformation):
     operands, tangents = (

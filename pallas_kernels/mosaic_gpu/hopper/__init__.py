@@ -74,6 +74,7 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
         "forward": _forward_plan,
         "backward": _backward_plan,
         "operand_gradients": _operand_plan,
+        "tangent": _no_tangent,
     }[pass_](call)
 
 
@@ -141,6 +142,10 @@ def _backward_plan(call: Call) -> Plan | Declined:
         slower = tuning.slower_backward(call, makes_gradient=makes_gradient)
     divided = filter(None, [words("dkv", layout.parts)])
     return _Plan(launch, slower, tuple(divided), launches.get("dq"))
+
+
+def _no_tangent(_: Call) -> Declined:
+    return Declined("it has no kernel for tangents")
 
 
 def _operand_plan(call: Call) -> Plan | Declined:

@@ -1,0 +1,40 @@
+"""Blocks of the kernel of tangents, from those of `dq`, which has the same loop.
+
+They are compiled, not timed (benchmarks/lab/106-tangents-as-a-kernel.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from pallas_kernels.configs import Blocks
+
+
+def of(
+    tuned: Sequence[Blocks], smaller: Sequence[Blocks], *, crowded: bool
+) -> list[Blocks]:
+    """From those that should be fastest on; the last needs least.
+
+    For each key twice as much is loaded as in `dq`: half the keys take as much memory.
+    With one stage, what is loaded passes through registers, which have no room for it.
+
+    Args:
+      tuned, smaller: of `dq`.
+      crowded: whether registers have no room for the left tiles of all rows: of half of
+        them then.
+    """
+    wide = list(map(_with_half_the_keys, tuned))
+    narrow = [_halved(blocks, "block_q") for blocks in wide]
+    first = narrow if crowded else wide + narrow
+    return [*first, *map(_with_half_the_keys, smaller), smaller[-1]]
+
+
+def _with_half_the_keys(blocks: Blocks) -> Blocks:
+    stages = max(2, blocks.num_stages)
+    return dataclasses.replace(_halved(blocks, "block_kv"), num_stages=stages)
+
+
+def _halved(blocks: Blocks, field: str) -> Blocks:
+    half = max(16, getattr(blocks, field) // 2)
+    return dataclasses.replace(blocks, **{field: half})

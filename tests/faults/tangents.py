@@ -1,0 +1,112 @@
+"""Faults of forward mode: the kernel of tangents, its blocks, and who makes them."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+_TESTS = "tests/kernels/test_tangents.py"
+RULE = f"{_TESTS} -k 'test_error_rule and everything_learnt'"
+MASKS = f"{_TESTS} -k 'test_error_rule and pairwise_3'"
+PARTS = f"{_TESTS} -k keys_in_parts"
+KERNEL = f"{_TESTS} -k tangents_are_a_kernel"
+PRODUCTS = f"{_TESTS} -k absent"
+BLOCKS = f"{_TESTS} -k blocks"
+NAN = "tests/kernels/test_masked_rows.py -k 'tangents_are_zero and triton'"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/tangent.py",
+        ("tangents without dropout's scale", "acc * spec.dropout_scale", "acc", RULE),
+        ("the mean of ds not taken off", "- mu[..., None] * o", "+ 0.0 * o", RULE),
+        (
+            "a sink's tangent of the wrong sign",
+            '-tangents["sink"]',
+            'tangents["sink"]',
+            PARTS,
+        ),
+        (
+            "a sink in every part of the keys",
+            "jnp.where(is_first, of_sink, mu)",
+            "of_sink",
+            PARTS,
+        ),
+        (
+            "what dropout drops in the first product of tangents",
+            "left = pairs.drop(weighted).astype(dtype)",
+            "left = weighted.astype(dtype)",
+            RULE,
+        ),
+        (
+            "what dropout drops in the product with dv",
+            "left = again.dropped.astype(dtype)",
+            "left = again.p.astype(dtype)",
+            RULE,
+        ),
+        (
+            "tangents of rows without keys from what their queries hold",
+            "return jnp.where(empty[..., None], 0.0, found)",
+            "return found",
+            NAN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pairs.py",
+        (
+            "tangents of scores that a mask drops",
+            "if masked or score.may_mask:\n            ds =",
+            "if False:\n            ds =",
+            f"{_TESTS} -k minus_infinity",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/tangent.py",
+        (
+            "no tangent of keys",
+            "dqk += pairs.product(q_block, dk.load",
+            "dqk += 0.0 * pairs.product(q_block, dk.load",
+            RULE,
+        ),
+        (
+            "no tangents of the score's operands",
+            "weighted = again.push(dqk, qk, own)",
+            "weighted = again.push(dqk, qk, {})",
+            RULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/passes.py",
+        (
+            "tangents of keys that a mask drops",
+            "tangents = {**tangents, **dict(zip(of_keys, along, strict=True))}",
+            "del along",
+            f"{_TESTS} -k dropped_keys",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/tangent_blocks.py",
+        (
+            "blocks of tangents with all keys",
+            "wide = list(map(_with_half_the_keys, tuned))",
+            "wide = list(tuned)",
+            BLOCKS,
+        ),
+    ),
+    *of(
+        "jax_flash2/_backends.py",
+        (
+            "tangents of kernels in loops",
+            "return found if isinstance(found, Made) else Made(of_tangents(),",
+            "return Made(of_tangents(),",
+            KERNEL,
+        ),
+    ),
+    *of(
+        "jax_flash2/_derivatives.py",
+        (
+            "products of tangents that are zero",
+            "along = {name: present[i] for name, i in names if i in present}",
+            "along = {name: present.get(i, primals[i]) for name, i in names}",
+            PRODUCTS,
+        ),
+    ),
+]
