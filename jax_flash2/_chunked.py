@@ -239,6 +239,10 @@ class _Cut:
         x, places = pulled.operand(name, qk), pulled.places(name)
         if places is None:
             return summed_to(self.named(x), axes)
+        if isinstance(places, tables.Distances):
+            if places.first is not None:
+                return tables.of_distances(self.named(x), places.first, axes)
+            places = places.numbers()
         pair_axes = self.axes("t", "s")
         where = Named.broadcast(places, pair_axes[len(pair_axes) - places.ndim :])
         return tables.gradient(self.named(x), where, axes)

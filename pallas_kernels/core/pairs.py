@@ -20,6 +20,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.flash2 import Block, Scores
+from pallas_kernels.core.pointwise.tables import Distances
 from pallas_kernels.core.scores import PairPositions, Setting
 from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec
@@ -82,9 +83,23 @@ class Pairs:
         """Of the queries and of the keys, int32, against the block."""
         return self.spec.positions_of(self._numbers("t"), self._numbers("s"))
 
+    def distances(self) -> Distances:
+        """Of the queries' numbers less those of the keys, among those of all devices."""
+        queries, keys = self.spec.query_rows, self.spec.key_rows
+
+        def numbers() -> jax.Array:
+            rows = self.spec.query_numbers(self._numbers("t"))
+            return queries.at(rows) - keys.at(self._numbers("s"))
+
+        follow = self.spec.repeat == 1 and queries.stripe is keys.stripe is None
+        t, s = self.rows["t"][0], self.rows["s"][0]
+        first = jnp.int32(queries.at(t) - keys.at(s)) if follow else None
+        return Distances(first, numbers, self.order)
+
     def _setting(self, is_separable: bool = False) -> Setting:
         tanh = self.arithmetic.tanh
-        return Setting(self.place, self.positions, tanh, is_separable)
+        known = self.place, self.positions, self.distances
+        return Setting(*known, tanh, is_separable)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:

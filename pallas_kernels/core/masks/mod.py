@@ -72,7 +72,7 @@ class MaskMod(ArrayMask):
         del positions, kv_size  # as for masks by positions: callers keep keys finite
 
     def keep(self, q, kv, q_pos, kv_pos):
-        inputs = [self.entry, self.head, q_pos, kv_pos]
+        inputs = [self.entry, self.head, q_pos, kv_pos, None]  # masks ask no distance
         (found,) = self.program.on_blocks(inputs, self._values())
         shape = np.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
         return jnp.broadcast_to(found, shape)
@@ -98,6 +98,7 @@ class MaskMod(ArrayMask):
                 for x in (self.entry, self.head)
             ),
             *_positions(tiling, axes),
+            None,
         ]
         reads = [_ends(x.squeezed(), tiling.blocks, axes) for x in values]
         (found,) = intervals.run(self.program, inputs, reads)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.core.flash2 import Scores
-from pallas_kernels.core.pointwise import SCORE, Program, float_reads
+from pallas_kernels.core.pointwise import DISTANCE, SCORE, Program, float_reads
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
 
 
@@ -49,7 +49,8 @@ class ScoreMod(Term):
 
     @functools.cached_property
     def _is_positional(self) -> bool:
-        return self.program.asks("q", "kv") or self.derivative.asks("q", "kv")
+        asked = self.program.asks("q", "kv", DISTANCE)
+        return asked or self.derivative.asks("q", "kv")
 
     @property
     def kept(self):
@@ -89,9 +90,18 @@ class ScoreMod(Term):
             positions = setting.positions()
         return [score, self.entry, self.head, *positions]
 
+    def _bound_inputs(self, score, setting: Setting) -> list:
+        """Those of the program, whose reads may ask for distances."""
+        distances = None
+        if self.program.asks(DISTANCE):
+            assert setting.distances is not None
+            distances = setting.distances()
+        return [*self._inputs(score, setting), distances]
+
     def apply(self, scores: Scores, setting: Setting) -> Scores:
         x = scores.value
-        (found,) = self.program.on_blocks(self._inputs(x, setting), self.arrays)
+        inputs = self._bound_inputs(x, setting)
+        (found,) = self.program.on_blocks(inputs, self.arrays)
         # An array may be mapped (`jax.vmap`) where the product is not.
         shape = np.broadcast_shapes(x.shape, np.shape(found))
         found = jnp.broadcast_to(found, shape)
@@ -102,8 +112,11 @@ class ScoreMod(Term):
         del shape  # what the function gives is a mask already
 
     def _derivatives(self, kept: Scores | None, setting: Setting) -> list:
-        inputs = self._inputs(None if kept is None else kept.value, setting)
-        reads = self.program.found(inputs, self.arrays) if self._reads_again else ()
+        score = None if kept is None else kept.value
+        inputs, reads = self._inputs(score, setting), []
+        if self._reads_again:
+            bound = self._bound_inputs(score, setting)
+            reads = self.program.found(bound, self.arrays)
         inputs += reads if reads else [None] * len(self.arrays)
         return self.derivative.on_blocks(inputs, ())
 
@@ -119,8 +132,15 @@ class ScoreMod(Term):
         return _product(ds, self._derivatives(kept, setting)[number])
 
     def places(self, name: str, setting: Setting):
-        number = self._floats[list(self.operands).index(name)]
-        return self.program.places(number, self._inputs(None, setting), self.arrays)
+        inputs = self._bound_inputs(None, setting)
+        return self.program.places(self._number(name), inputs, self.arrays)
+
+    def zero(self, name: str) -> int | None:
+        return self.program.zero(self._number(name))
+
+    def _number(self, name: str) -> int:
+        """Of a read."""
+        return self._floats[list(self.operands).index(name)]
 
     def push(self, ds, tangents, kept, setting):
         by_score, *by_operand = self._derivatives(kept, setting)
