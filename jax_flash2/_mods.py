@@ -74,9 +74,7 @@ class Mods:
             "kv": Place(("s",), key.numbers("s", None), key.reader(None)),
         }
         whole, name = (parts * shape.s,), ALL_KEYS if parts > 1 else "s"
-        pairs = Place(
-            (name,), places["kv"].numbers, lambda x, i: _resized(x, i, whole)
-        )
+        pairs = Place((name,), places["kv"].numbers, lambda x, i: _resized(x, i, whole))
         zero = parts * shape.s + OVERHANG
         beyond = parts * shape.t + OVERHANG
         distances = Named(jnp.arange(-zero, beyond, dtype=jnp.int32), ("t",))

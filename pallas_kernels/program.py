@@ -214,9 +214,8 @@ def pairs(
         spec = spec.only_positions()
     spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
-    return Pairs(
-        spec.of_block(rows), rows, order, masked, launch.precision, launch.arithmetic
-    )
+    options = launch.precision, launch.arithmetic
+    return Pairs(spec.of_block(rows), rows, order, masked, *options).with_tables()
 
 
 def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

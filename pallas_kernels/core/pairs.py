@@ -79,12 +79,19 @@ class Pairs:
         query = queries.after(t_start, query).astype(jnp.float32)
         return PairPositions(between + query, key, self.spec.is_causal)
 
+    def with_tables(self) -> Pairs:
+        """With what is read at distances loaded: before products are waited for."""
+        score = self.spec.score.at(self.distances)
+        return dataclasses.replace(
+            self, spec=dataclasses.replace(self.spec, score=score)
+        )
+
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """Of the queries and of the keys, int32, against the block."""
         return self.spec.positions_of(self._numbers("t"), self._numbers("s"))
 
     def distances(self) -> Distances:
-        """Of the queries' numbers less those of the keys, among those of all devices."""
+        """Of queries and keys, by their numbers among those of all devices."""
         queries, keys = self.spec.query_rows, self.spec.key_rows
 
         def numbers() -> jax.Array:

@@ -374,7 +374,7 @@ class AttentionSpec:
             ]
             blocks = tiling.counts["ts".index(looped)]
             found = block_table(relations, looped, blocks)
-        return dataclasses.replace(self.without_lists(), table=found)
+        return dataclasses.replace(self.for_pairs(tiling), table=found)
 
     def relation(self, tiling: Tiling) -> Relation:
         """What all masks say of each pair of blocks (fields hold `Named`)."""
@@ -390,6 +390,15 @@ class AttentionSpec:
         """Without the lists of blocks that masks hold: what kernels evaluate."""
         masks = tuple(atom.without_lists() for atom in self.masks)
         return dataclasses.replace(self, masks=masks)
+
+    def for_pairs(self, tiling: Tiling) -> AttentionSpec:
+        """What kernels evaluate: for each pair no more than both of its sides decide.
+
+        Args:
+          tiling: whatever its blocks are.
+        """
+        masks = (atom.without_lists().by_sides(tiling) for atom in self.masks)
+        return dataclasses.replace(self, masks=tuple(masks))
 
     def attended_keys(self, kv_size: int) -> Named | None:
         """Which keys some query may attend; None for all (`Named` fields).

@@ -68,9 +68,7 @@ def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | N
         return f"head size {wrong[0]} is not 64 or 128"
     if call.config is not None and call.config.splits not in (None, 1):
         return f"Config(splits={call.config.splits}): its programs are not divided"
-    return _unknown_feature(call.spec) or call.lacking(
-        support.OPERATIONS - {TABLES}
-    )
+    return _unknown_feature(call.spec) or call.lacking(support.OPERATIONS - {TABLES})
 
 
 def _unknown_feature(spec: AttentionSpec) -> str | None:

@@ -3,8 +3,8 @@
 They lie in global memory, and threads load what belongs to their own pairs of a block,
 straight into the places of results of products: of a bias two neighbours at once, or
 one of a transposed block, of a mask 16 bits at once, for those of its pairs that lie in
-64 columns of a row of the block. XLA puts these bits together before the kernel. A table
-is read at the place of each pair.
+64 columns of a row of the block. XLA puts these bits together before the kernel. Of a
+table they load the element at the place that each pair has.
 """
 
 from __future__ import annotations

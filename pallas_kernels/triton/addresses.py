@@ -245,8 +245,10 @@ def _lower_load(ctx, pointer: ir.Value, *operands, sizes, other) -> ir.Value:
 def _lower_gather(ctx, pointer: ir.Value, *index, axis) -> ir.Value:
     places = list(map(pallas._ensure_ir_value, index, ctx.avals_in[1:]))
     zero = jax.core.ShapedArray((), np.int32)
-    starts = [x if i != axis else pallas._ensure_ir_value(0, zero) for i, x in
-              enumerate(places)]
+    starts = [
+        x if i != axis else pallas._ensure_ir_value(0, zero)
+        for i, x in enumerate(places)
+    ]
     info, (result,) = ctx.block_infos[0], ctx.avals_out
     one = [None] * len(starts)
     begin = _addresses(info, pointer, iter(starts), one)

@@ -14,9 +14,10 @@ from pallas_kernels.core.masks.arrays import ArrayMask
 from pallas_kernels.core.masks.base import mask_dataclass, named_map
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
 from pallas_kernels.core.masks.traits import ALL, Traits
-from pallas_kernels.core.pointwise import Program, intervals
+from pallas_kernels.core.pointwise import INDICES, Program, intervals
 from pallas_kernels.core.pointwise.runs import keeps_runs
-from pallas_kernels.core.positions import Positions
+from pallas_kernels.core.pointwise.sides import split
+from pallas_kernels.core.positions import AT_THEIR_NUMBERS, Positions
 from pallas_kernels.core.ranges import divide
 
 
@@ -76,6 +77,25 @@ class MaskMod(ArrayMask):
         (found,) = self.program.on_blocks(inputs, self._values())
         shape = np.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
         return jnp.broadcast_to(found, shape)
+
+    def by_sides(self, tiling: Tiling) -> MaskMod:
+        others = jax.tree.leaves((self.entry, self.head, tiling.positions))
+        axes = batch_axes([x for x in others if isinstance(x, Named)])
+        offset, query, key = named_map(lambda x: x.to((*axes, "t")), tiling.positions)
+        rows, keys = (jnp.arange(n, dtype=jnp.int32) for n in tiling.sizes)
+        rows = divide(rows, tiling.repeat) if tiling.repeat > 1 else rows
+        places = ((query.at(rows) + offset, "t"), (key.at(keys), "s"))
+        q, kv = (
+            Named.broadcast(x, (*axes, name) if x.ndim > 1 else (name,))
+            for x, name in places
+        )
+        inputs = dict(zip(INDICES, (self.entry, self.head, q, kv), strict=True))
+        known = {}
+        if tiling.positions == AT_THEIR_NUMBERS:
+            counts = tiling.q_size // tiling.repeat, tiling.kv_size
+            known = {x: (0, n - 1) for x, n in zip(("q", "kv"), counts, strict=True)}
+        program, arrays = split(self.program, self.arrays, inputs, known)
+        return dataclasses.replace(self, arrays=tuple(arrays), program=program)
 
     def _values(self) -> list:
         """The arrays, with floats in place of their bits."""

@@ -7,7 +7,7 @@ What an index says decides how an array is read. In the order in which they are 
 | b, h, q or kv | the array, with named axes |
 | computed of b, h and one of q and kv | what is found for all rows, or all keys |
 | computed of b, h and q - kv | what is found for all distances (`tables.Distances`) |
-| computed of q and kv, of few pairs | what is found for all pairs, if it has a gradient |
+| computed of q and kv, of few pairs | what is found for all, if it has a gradient |
 | any other | a table, which programs read at the places that they compute |
 
 XLA finds it before the kernel; gradients go the same way back (`tables.read`).

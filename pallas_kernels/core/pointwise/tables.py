@@ -19,7 +19,6 @@ import numpy as np
 
 from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to
 
-
 # Beyond the distances between rows: the last block of a kernel may overhang them.
 OVERHANG = 256
 
@@ -51,6 +50,17 @@ class Table(abc.ABC):
     @abc.abstractmethod
     def at(self, places: jax.Array | Distances) -> jax.Array:
         """The elements of its whole axis at int32 places, which it has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken(Table):
+    """A table of which what a block of pairs reads has been loaded."""
+
+    block: jax.Array
+
+    def at(self, places: jax.Array | Distances) -> jax.Array:
+        del places
+        return self.block
 
 
 def take(table: Any, index: Any) -> jax.Array:

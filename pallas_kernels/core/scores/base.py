@@ -174,6 +174,11 @@ class Term(abc.ABC):
         del name, setting
         return None
 
+    def at(self, distances: Callable[[], Distances]) -> Term:
+        """With what it reads at the distances of a block loaded (`tables.Taken`)."""
+        del distances
+        return self
+
     def zero(self, name: str) -> int | None:
         """The place of distance 0 of an operand that is read at distances; or None."""
         del name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.core.flash2 import Scores
 from pallas_kernels.core.pointwise import DISTANCE, SCORE, Program, float_reads
+from pallas_kernels.core.pointwise.tables import Distances, Taken, take
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
 
 
@@ -134,6 +137,16 @@ class ScoreMod(Term):
     def places(self, name: str, setting: Setting):
         inputs = self._bound_inputs(None, setting)
         return self.program.places(self._number(name), inputs, self.arrays)
+
+    def at(self, distances: Callable[[], Distances]) -> ScoreMod:
+        if not self.program.asks(DISTANCE):
+            return self
+        found, arrays = distances(), list(self.arrays)
+        for i, x in enumerate(arrays):
+            zero = self.program.zero(i)
+            if zero is not None:
+                arrays[i] = Taken(take(x, found.plus(zero)))
+        return dataclasses.replace(self, arrays=tuple(arrays))
 
     def zero(self, name: str) -> int | None:
         return self.program.zero(self._number(name))

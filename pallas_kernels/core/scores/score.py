@@ -9,7 +9,7 @@ Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,16 @@ class Score:
         """Of an operand that is read at distances, the place of 0 (`Term.zero`)."""
         found = (x.zero(name) for x in self.terms if name in x.operands)
         return next(found, None)
+
+    def at(self, distances: Callable[[], Distances]) -> Score:
+        """With what terms read at the distances of a block loaded."""
+        terms = tuple(term.at(distances) for term in self.terms)
+        return dataclasses.replace(self, terms=terms)
+
+    @property
+    def reads_distances(self) -> bool:
+        """Whether some operand is read at distances."""
+        return any(self.zero(name) is not None for name in self.operands)
 
     @property
     def is_positional(self) -> bool:
