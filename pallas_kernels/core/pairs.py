@@ -40,6 +40,7 @@ class Pairs:
         forward sees it in its sums and begins again with blocks that are.
       precision: of float32 products.
       arithmetic: the backend's.
+      is_differentiated: whether JAX differentiates the scores, not this library.
     """
 
     spec: AttentionSpec
@@ -48,6 +49,7 @@ class Pairs:
     masked: Any = True
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
+    is_differentiated: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,6 +146,8 @@ class Pairs:
         is_full = self.masked is False
         separable = is_full and jnp.dtype(dtype).itemsize == 2
         setting = self._setting(separable)
+        if self.is_differentiated and (kept := self._kept):
+            setting = setting._replace(kept=functools.reduce(operator.and_, kept))
         scores = self.spec.score.apply(qk, setting, nan_shows=is_full)
         if self.masked is False or not self.spec.masks:
             return scores
@@ -152,10 +156,14 @@ class Pairs:
         x = lax.cond(self.masked, self._with_mask, lambda x: x, scores.x)
         return scores._replace(x=x)
 
+    @property
+    def _kept(self) -> list[jax.Array]:
+        """Which pairs masks keep (`AttentionSpec.keep`)."""
+        return self.spec.keep(self._numbers("t"), self._numbers("s"))
+
     def _with_mask(self, x: jax.Array) -> jax.Array:
         """Scores, -inf where no mask keeps the pair."""
-        kept = self.spec.keep(self._numbers("t"), self._numbers("s"))
-        return functools.reduce(self.arithmetic.masked, kept, x)
+        return functools.reduce(self.arithmetic.masked, self._kept, x)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""

@@ -8,10 +8,10 @@ the quotients and remainders belong to a row or to a column. XLA makes arrays of
 and kernels load these as vectors (`split`).
 
 What is left are comparisons of a number of the query with one of the key. Several of
-them are one, since such numbers are small: they are fields of a word. A field of the
-query has 2**b - l, one of the key has r, of which no one has more than b bits: their
-sum has bit b if l <= r, and no sum reaches the next field. So a pair adds two words,
-and looks at a bit of each field (`_packed`).
+them are one, since such numbers are small: they are fields of a word. Of l <= r, where
+r has b bits, a field of the query has l, and one of the key has 2**b - 1 - r. Their sum
+has bit b if l is larger, and reaches no other field. So a pair adds two words, and
+looks whether such a bit of any field is set (`_packed`).
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class _Limit(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """A condition as bits of a word: `bits` of a number, and the one that says it.
+    """A condition as bits of a word.
 
     Attributes:
-      bits: of the key's number.
+      bits: of the key's number; the next one says that the condition does not hold.
       query, key: their parts of the word, before they are moved to their place.
     """
 
@@ -216,11 +216,11 @@ def _field(more: _Extended, limit: _Limit, sides, known) -> _Field | None:
     bits = max(1, (last - first).bit_length())
     if 2 * (bits + 1) > _BITS:
         return None
-    key = more.add(lax.sub_p, high, _int32(first))
-    # At most what no key has, which its bit then says.
+    key = more.add(lax.sub_p, _int32(first + 2**bits - 1), high)
     query = more.add(lax.sub_p, low, _int32(first + number))
+    # At most what no key has.
     query = more.add(lax.clamp_p, _int32(0), query, _int32(2**bits))
-    return _Field(bits, more.add(lax.sub_p, _int32(2**bits), query), key)
+    return _Field(bits, query, key)
 
 
 def _words(fields: Sequence[_Field]) -> list[list[_Field]]:
@@ -250,10 +250,10 @@ def _word(more: _Extended, fields: Sequence[_Field]) -> int:
             words[i] = moved if word is None else more.add(lax.or_p, word, moved)
         says |= 1 << (place + field.bits)
         place += field.bits + 1
-    of_fields = Constant.of(np.uint32(says).view(np.int32))
+    says_no = Constant.of(np.uint32(says).view(np.int32))
     total = more.add(lax.add_p, *words)
-    found = more.add(lax.and_p, total, of_fields)
-    return more.add(lax.eq_p, found, of_fields, dtype="bool")
+    found = more.add(lax.and_p, total, says_no)
+    return more.add(lax.eq_p, found, _int32(0), dtype="bool")
 
 
 def _int32(number: int) -> Constant:

@@ -62,6 +62,7 @@ class Setting(NamedTuple):
         for terms that are absolute.
       distances: makes what `tables.take` takes of the pairs, for these terms, too.
       tanh: the backend's hyperbolic tangent.
+      kept: which pairs masks keep, where JAX differentiates the terms; else None.
       is_separable: whether the parts of a sum may be left to a row (`Scores.row`).
     """
 
@@ -70,6 +71,7 @@ class Setting(NamedTuple):
     distances: Callable[[], Distances] | None = None
     tanh: Callable = jnp.tanh
     is_separable: bool = False
+    kept: jax.Array | None = None
 
     @property
     def distance(self) -> jax.Array:

@@ -103,8 +103,17 @@ class ScoreMod(Term):
 
     def apply(self, scores: Scores, setting: Setting) -> Scores:
         x = scores.value
-        inputs = self._bound_inputs(x, setting)
-        (found,) = self.program.on_blocks(inputs, self.arrays)
+        inputs, arrays = self._bound_inputs(x, setting), self.arrays
+        if setting.kept is not None:
+            steps = self.program.reads
+            own = [y for y, step in zip(arrays, steps, strict=True) if not step.args]
+            shape = np.broadcast_shapes(*map(np.shape, (x, setting.kept, *own)))
+            inputs = [_of_kept(y, setting.kept, shape) for y in inputs]
+            arrays = [
+                y if step.args else _of_kept(y, setting.kept, shape)
+                for y, step in zip(arrays, steps, strict=True)
+            ]
+        (found,) = self.program.on_blocks(inputs, arrays, setting.tanh)
         # An array may be mapped (`jax.vmap`) where the product is not.
         shape = np.broadcast_shapes(x.shape, np.shape(found))
         found = jnp.broadcast_to(found, shape)
@@ -121,7 +130,7 @@ class ScoreMod(Term):
             bound = self._bound_inputs(score, setting)
             reads = self.program.found(bound, self.arrays)
         inputs += reads if reads else [None] * len(self.arrays)
-        return self.derivative.on_blocks(inputs, ())
+        return self.derivative.on_blocks(inputs, (), setting.tanh)
 
     @functools.cached_property
     def _reads_again(self) -> bool:
@@ -162,6 +171,21 @@ class ScoreMod(Term):
             if name in tangents:
                 found = found + _product(tangents[name], slope)
         return found
+
+
+def _of_kept(x: Any, kept: jax.Array, shape: tuple[int, ...]) -> Any:
+    """An argument of all pairs, with that of a kept pair for each that is not kept.
+
+    JAX's derivative of a function may be NaN where a mask drops the pair, and NaN times
+    a cotangent of 0 is NaN.
+    """
+    if x is None:
+        return None
+    if isinstance(x, Distances):
+        numbers = _of_kept(x.numbers(), kept, shape)
+        return Distances(None, lambda: numbers, x.order)
+    whole, kept = (jnp.broadcast_to(y, shape) for y in (x, kept))
+    return jnp.where(kept, whole, whole.reshape(-1)[jnp.argmax(kept)])
 
 
 def _product(ds: jax.Array, slope) -> jax.Array:
