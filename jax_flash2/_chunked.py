@@ -353,6 +353,7 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
     for name in operands:
         axes = cut.heads.split_axes(wanted[name].axes)
         own[name] = tuple(a for a in axes if a is not None)
+    own = {name: axes for name, axes in own.items() if name in wanted}
 
     # Where no sum may be lost in the log-sum-exp, what the forward saved costs less.
     is_whole = cut.count("s") == 1 and not (cut.fuses_softmax or spec.is_part)
@@ -382,10 +383,11 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
         dp = cut.product(do_block, v_block, pair_axes)
         pulled = again.pull(dp, pairs.along(delta_of(again, dp, starts), "t"))
         more = {name: cut.of_operand(pulled, name, qk, own[name]) for name in operands}
-        dz = cut.named(pulled.dz.astype(q.dtype))
-        more["query"] = cut.product(dz, k_block, own["query"])
-        more["key"] = cut.product(q_left, dz, own["key"])
-        more["value"] = cut.product(do_left, dropped, own["value"])
+        if "query" in own:
+            dz = cut.named(pulled.dz.astype(q.dtype))
+            more["query"] = cut.product(dz, k_block, own["query"])
+            more["key"] = cut.product(q_left, dz, own["key"])
+            more["value"] = cut.product(do_left, dropped, own["value"])
         added = {}
         for name, axes in own.items():
             total = Named(sums[name], axes)

@@ -85,7 +85,7 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     if pass_ == "backward":
         kernels = tuple(x for x in kernels if x not in ("forward", "dbias"))
     if pass_ == "operand_gradients" and (why_not := passes.unmade_table(call.spec)):
-        return Declined(why_not)
+        return Declined(why_not, to_loops=True)
     for kernel in kernels:
         why_not = _unfit(kernel, call)
         if why_not is not None:

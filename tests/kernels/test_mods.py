@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, Context, attention, explain
+from pallas_kernels.core.pointwise import binding
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.divided import Divided
@@ -45,6 +46,14 @@ KEYS, ROWS, PAIRS, TABLE, GAIN = (
 )
 
 
+WINDOW = array(11 * 15, N)
+
+
+def near(q, kv):
+    """The place of two pixels of an image of 6 rows of 8."""
+    return (q // 8 - kv // 8 + 5) * 15 + q % 8 - kv % 8 + 7
+
+
 def bucket(distance):
     return jnp.clip(abs(distance) // 4, 0, 7)
 
@@ -62,6 +71,7 @@ SCORES = {
         (GAIN,),
     ),
     "table": (lambda x: lambda s, b, h, q, kv: s + x[h, bucket(q - kv)], (TABLE,)),
+    "swin": (lambda x: lambda s, b, h, q, kv: s + x[near(q, kv), h], (WINDOW,)),
     "computed": (
         lambda x, y: (
             lambda s, b, h, q, kv: jnp.where(
@@ -72,7 +82,6 @@ SCORES = {
     ),
 }
 ROW_READS = ("of_rows", "of_pairs")
-IN_TABLES = ("table", "computed")
 MASKS = {
     "none": None,
     "documents": lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q >= kv),
@@ -137,10 +146,11 @@ MANY = [
 
 
 def _dense_cases():
-    """Each function on each backend that takes it: kernels read no tables."""
+    """Each function on each backend: a few in the first tier."""
     for backend, pair in itertools.product(BACKENDS, (*FEW, *MANY)):
-        if backend != "triton" or pair[0] not in IN_TABLES:
-            yield pytest.param(backend, *pair, marks=[] if pair in FEW else deep)
+        is_slow = backend == "triton" and pair[0] == "computed"
+        is_deep = pair not in FEW or is_slow
+        yield pytest.param(backend, *pair, marks=deep if is_deep else [])
 
 
 @pytest.mark.parametrize(("backend", "score", "mask"), list(_dense_cases()))
@@ -150,6 +160,26 @@ def test_dense_attention(backend, score, mask):
     call = functools.partial(attention, **options)
     run = jax.jit(functools.partial(results, call, make, MASKS[mask]))
     check(run(ARRAYS, captured), exact(make, MASKS[mask], captured))
+
+
+@pytest.mark.parametrize("backend", ["triton", *deeply("blocks", "reference")])
+def test_tables_at_places_of_pairs(backend, monkeypatch):
+    """Kernels read them where there are too many pairs to find all beforehand."""
+    monkeypatch.setattr(binding, "FEW_PAIRS", 0)
+    make, captured = SCORES["swin"]
+    options = {**BACKENDS[backend], "precision": "highest"}
+    run = functools.partial(results, functools.partial(attention, **options), make)
+    found = jax.jit(functools.partial(run, MASKS["window"]))(ARRAYS, captured)
+    check(found, exact(make, MASKS["window"], captured))
+
+
+@pytest.mark.parametrize("score", ["table", "swin"])
+def test_gradients_of_tables_have_one_order(score):
+    """No scatter, which on a GPU adds as it goes."""
+    make, captured = SCORES[score]
+    call = functools.partial(attention, implementation="xla")
+    run = jax.jit(functools.partial(results, call, make, None))
+    assert "scatter" not in run.lower(ARRAYS, captured).as_text()
 
 
 @pytest.mark.parametrize(
@@ -268,10 +298,13 @@ def test_error_rule_of_masks(backend, mask):
 @pytest.mark.skipif(
     ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
 )
-@pytest.mark.parametrize("score", deeply("masking", "of_keys", "of_pairs", "soft_cap"))
+@pytest.mark.parametrize(
+    "score", deeply("masking", "of_keys", "of_pairs", "soft_cap", "table", "swin")
+)
 def test_mosaic_gpu_kernels(score, any_size, monkeypatch):
     """Both passes, beside the loops."""
     mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(binding, "FEW_PAIRS", 0)
     case = with_heads(dataclasses.replace(by_name("plain"), n=N, k=K), 64)
     arrays, arguments = case.inputs(jnp.bfloat16)
     make, captured = SCORES[score]
@@ -301,29 +334,32 @@ def test_kernels_lower_or_decline_by_name(backend):
     x = jax.ShapeDtypeStruct((1, 512, N, 128), jnp.bfloat16)
     ids = jnp.zeros((1, 512), jnp.int32)
 
-    def loss(q, gain):
+    def loss(q, gain, table):
         out = attention(
             *(q, q, q),
-            score_mod=lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5) * gain[h],
+            score_mod=lambda s, b, h, q, kv: (
+                5 * jnp.tanh(s / 5) * gain[h] + table[h, bucket(q - kv)]
+            ),
             mask_mod=lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv),
             implementation=backend,
         )
         return out.astype(jnp.float32).sum()
 
-    text = lower_for_gpu(jax.grad(loss, (0, 1)), x, GAIN)
+    text = lower_for_gpu(jax.grad(loss, (0, 1, 2)), x, GAIN, TABLE)
     kernels = {"triton": "xla.gpu.triton", "mosaic_gpu": "mosaic_gpu_v2"}
     assert kernels[backend] in text
     with on_gpu():
         make, captured = SCORES["table"]
-        tabled = explain(x, x, x, score_mod=make(*captured))
+        table = explain(x, x, x, score_mod=make(*captured))
+        make, captured = SCORES["swin"]
+        pairs = explain(x, x, x, score_mod=make(*captured))
         erf = explain(x, x, x, score_mod=lambda s, *_: jax.scipy.special.erf(s))
-    lacks = f"{backend}: its kernels lack an array read at a computed index"
-    assert lacks in tabled
-    words = (
-        r"score_mod: \d+ operations for a pair, a table of 8 along n; its derivative"
-    )
-    assert re.search(words, tabled)
-    assert tabled.startswith("implementation: xla")
+    assert not table.startswith("implementation: xla")
+    assert "an array of all distances q - kv, made before the kernels, along n" in table
+    assert "gradients of score_mod 0: triton" in table
+    assert "a table of 165 along n; its derivative" in pairs
+    assert not pairs.startswith("implementation: xla")
+    assert "gradients of score_mod 0: xla (not triton: a table is read" in pairs
     assert re.search(rf"{backend}: its kernels lack [a-z0-9 ,]*\berf\b", erf)
 
 
@@ -375,7 +411,7 @@ def test_maps_and_derivatives():
         check([differentiate(run)], [differentiate(by_matrices)], 2e-5)
 
 
-@pytest.mark.parametrize("backend", ["blocks", *deeply("triton")])
+@pytest.mark.parametrize("backend", ["blocks", "reference", *deeply("triton")])
 def test_nan_outside_of_a_mask_stays_there(backend):
     """Of the function, and of its derivative, beyond the rows, too."""
 
