@@ -305,7 +305,7 @@ def diagonals(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
       shape: of the block.
       transposed: whether it is [keys, queries].
     """
-    sign, last = (-1, shape[0] - 1) if transposed else (1, shape[1] - 1)
+    last = shape[0 if transposed else 1] - 1
 
     def of_place(pointer, row, column, strides, kind):
         del strides
@@ -315,13 +315,23 @@ def diagonals(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
         @functools.cache
         def of_diagonal(n: int) -> ir.Value:
-            places = [_i32(sign * (8 * n - e)) for e in range(_NEIGHBOURS)]
-            at = [utils.getelementptr(here, [x], kind) for x in places]
+            places = diagonals_of_thread(n, transposed=transposed)
+            at = [utils.getelementptr(here, [_i32(x)], kind) for x in places]
             return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
 
         return lambda i, j: of_diagonal(i - j)
 
     return _loaded(ref, shape, ref.dtype, of_place)
+
+
+def diagonals_of_thread(n: int, *, transposed: bool) -> list[int]:
+    """How far from the diagonal of a thread's first element two neighbours lie.
+
+    Args:
+      n: how many times 8 rows, less 8 columns, they are away from it.
+    """
+    places = [8 * n - e for e in range(_NEIGHBOURS)]
+    return [-x for x in places] if transposed else places
 
 
 def store(ref, x: jax.Array) -> None:

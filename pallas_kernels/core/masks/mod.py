@@ -94,7 +94,7 @@ class MaskMod(ArrayMask):
         if tiling.positions == AT_THEIR_NUMBERS:
             counts = tiling.q_size // tiling.repeat, tiling.kv_size
             known = {x: (0, n - 1) for x, n in zip(("q", "kv"), counts, strict=True)}
-        program, arrays = split(self.program, self.arrays, inputs, known)
+        program, arrays = split(self.program, self._named_values(), inputs, known)
         return dataclasses.replace(self, arrays=tuple(arrays), program=program)
 
     def _values(self) -> list:
@@ -102,11 +102,13 @@ class MaskMod(ArrayMask):
         steps = zip(self.arrays, self.program.reads, strict=True)
         return [_of_bits(x, step.dtype) for x, step in steps]
 
+    def _named_values(self) -> list[Named]:
+        """The same of fields that are `Named`."""
+        steps = zip(self.arrays, self.program.reads, strict=True)
+        return [Named(_of_bits(x.value, step.dtype), x.axes) for x, step in steps]
+
     def block_relation(self, tiling: Tiling) -> Relation:
-        values = [
-            Named(_of_bits(x.value, step.dtype), x.axes)
-            for x, step in zip(self.arrays, self.program.reads, strict=True)
-        ]
+        values = self._named_values()
         others = jax.tree.leaves((self.entry, self.head, tiling.positions))
         named = [*values, *(x for x in others if isinstance(x, Named))]
         axes = batch_axes(named)

@@ -63,9 +63,10 @@ def split(
       inputs: of all rows and keys.
       known: of inputs, the smallest and the largest number.
     """
-    program = _packed(program, arrays, known)
+    of_inputs = [_side_of(x, inputs.get(x)) for x in program.inputs]
+    program = _packed(program, _sides(program, arrays, of_inputs), known)
     first = len(program.inputs)
-    sides, costly = _sides(program, arrays), _costly(program)
+    sides, costly = _sides(program, arrays, of_inputs), _costly(program)
     found, steps = list(arrays), list(program.steps)
     for number in _roots(program, sides):
         if costly[number] and steps[number - first].primitive is not None:
@@ -76,9 +77,16 @@ def split(
     return program, [found[i] for i in kept]
 
 
-def _sides(program: Program, arrays: Sequence[Named]) -> list[frozenset[str]]:
+def _side_of(name: str, x: Named | None) -> frozenset[str]:
+    """Heads of a group may be rows of queries (`division.Packing`)."""
+    if name in _SIDES:
+        return frozenset({_SIDES[name]})
+    return frozenset({"t", "s"} & {str(a) for a in (() if x is None else x.axes)})
+
+
+def _sides(program: Program, arrays, of_inputs) -> list[frozenset[str]]:
     """On the rows of which sides each value depends: "t", "s"."""
-    found = [frozenset({_SIDES[x]} if x in _SIDES else ()) for x in program.inputs]
+    found = list(of_inputs)
     for step in program.steps:
         own = {x for arg in step.args if isinstance(arg, int) for x in found[arg]}
         if step.primitive is None:
@@ -161,9 +169,9 @@ class _Extended:
         return found
 
 
-def _packed(program: Program, arrays, known: Mapping[str, Ends]) -> Program:
+def _packed(program: Program, sides, known: Mapping[str, Ends]) -> Program:
     """The same, with words in place of comparisons of queries with keys."""
-    sides, more = _sides(program, arrays), _Extended(program)
+    more = _Extended(program)
     kept: list[int] = []
     fields: list[_Field] = []
     for part in parts_of(program):
@@ -179,7 +187,8 @@ def _packed(program: Program, arrays, known: Mapping[str, Ends]) -> Program:
     if len(fields) < 2:
         return program
     kept += [_word(more, own) for own in _words(fields)]
-    return dataclasses.replace(more.program, outputs=(more.all_of(kept),))
+    output = more.all_of(kept)
+    return dataclasses.replace(more.program, outputs=(output,))
 
 
 def _limits(program: Program, part: Part, sides) -> list[_Limit] | None:
