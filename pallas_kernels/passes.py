@@ -190,7 +190,7 @@ def _of_distances(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Arra
     for rows, sign in ((query, 1), (key, -1)):
         if rows.first is not None:
             start += sign * rows.first.squeezed().value
-    (whole,) = filter(is_numbered, out.axes)
+    (whole,) = (str(a) for a in out.axes if is_numbered(a))
     found = tables.of_tiles(tiles, jnp.int32(start), size[whole])
     return Named(found, (*lead, whole)).to(out.axes).astype(out.dtype)
 

@@ -56,7 +56,7 @@ MUTANTS = [
         ),
         (
             "what one side decides of heads that are rows",
-            'return frozenset({"t", "s"} & {str(a) for a in (() if x is None else x.axes)})',
+            'return frozenset({"t", "s"} & {str(a) for a in axes})',
             "return frozenset()",
             "tests/core/test_pointwise.py -k heads_that_are_rows",
         ),

@@ -89,7 +89,8 @@ class MaskMod(ArrayMask):
             Named.broadcast(x, (*axes, name) if x.ndim > 1 else (name,))
             for x, name in places
         )
-        inputs = dict(zip(INDICES, (self.entry, self.head, q, kv), strict=True))
+        own = self.entry, self.head, q, kv
+        inputs = {str(name): x for name, x in zip(INDICES, own, strict=True)}
         known = {}
         if tiling.positions == AT_THEIR_NUMBERS:
             counts = tiling.q_size // tiling.repeat, tiling.kv_size

@@ -129,7 +129,7 @@ def bind(traced: Traced, positions: Positions, *, fixed: bool) -> Bound:
     return Bound(bound, tuple(arrays[i] for i in kept), tuple(kept))
 
 
-def _flat(tabled: list[int], args, shape, add: Callable) -> Argument:
+def _flat(tabled: Sequence[int], args, shape, add: Callable) -> Argument:
     """The steps that make one index of those of several axes, each clamped."""
     flat: Argument | None = None
     int32 = jnp.dtype(jnp.int32)

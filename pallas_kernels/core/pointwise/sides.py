@@ -81,7 +81,8 @@ def _side_of(name: str, x: Named | None) -> frozenset[str]:
     """Heads of a group may be rows of queries (`division.Packing`)."""
     if name in _SIDES:
         return frozenset({_SIDES[name]})
-    return frozenset({"t", "s"} & {str(a) for a in (() if x is None else x.axes)})
+    axes = () if x is None else x.axes
+    return frozenset({"t", "s"} & {str(a) for a in axes})
 
 
 def _sides(program: Program, arrays, of_inputs) -> list[frozenset[str]]:
@@ -124,10 +125,14 @@ def _of_side(program: Program, number: int, arrays, inputs) -> Named:
     names = dict.fromkeys(a for x in named for a in x.axes if not is_whole(a))
     rows = [a for a in names if a in ("t", "s")]
     axes = (*(a for a in names if a not in rows), *rows)
-    values = [own[i].to(axes) if i in own else None for i in range(len(live.inputs))]
-    blocks = [read[i].to(axes) if i in read else None for i in range(len(arrays))]
+    values = [_to(own.get(i), axes) for i in range(len(live.inputs))]
+    blocks = [_to(read.get(i), axes) for i in range(len(arrays))]
     (value,) = live.on_blocks(values, blocks)
     return Named.broadcast(jnp.asarray(value), axes)
+
+
+def _to(x: Named | None, axes: tuple[str, ...]):
+    return None if x is None else x.to(axes)
 
 
 class _Limit(NamedTuple):
@@ -157,12 +162,12 @@ class _Extended:
     def __init__(self, program: Program):
         self.program = program
 
-    def add(self, primitive, *args: Argument | int, dtype: str = "int32") -> int:
+    def add(self, primitive, *args: Argument, dtype: str = "int32") -> int:
         steps = (*self.program.steps, Step(primitive, (), args, dtype))
         self.program = dataclasses.replace(self.program, steps=steps)
         return len(self.program.inputs) + len(steps) - 1
 
-    def all_of(self, values: Sequence[int]) -> int:
+    def all_of(self, values: Sequence[Argument]) -> Argument:
         found, *others = values
         for x in others:
             found = self.add(lax.and_p, found, x, dtype="bool")
@@ -172,7 +177,7 @@ class _Extended:
 def _packed(program: Program, sides, known: Mapping[str, Ends]) -> Program:
     """The same, with words in place of comparisons of queries with keys."""
     more = _Extended(program)
-    kept: list[int] = []
+    kept: list[Argument] = []
     fields: list[_Field] = []
     for part in parts_of(program):
         limits = _limits(program, part, sides)
@@ -218,10 +223,10 @@ def _field(more: _Extended, limit: _Limit, sides, known) -> _Field | None:
     low, high, number = limit
     if sides[low] == {"s"}:  # then -high - number <= -low
         low, high = (more.add(lax.neg_p, x) for x in (high, low))
-    ends = _ends(more.program, high, known), _ends(more.program, low, known)
-    if None in ends or abs(number) > _FAR:
+    ends = _ends(more.program, high, known)
+    if ends is None or _ends(more.program, low, known) is None or abs(number) > _FAR:
         return None
-    first, last = ends[0]
+    first, last = ends
     bits = max(1, (last - first).bit_length())
     if 2 * (bits + 1) > _BITS:
         return None
@@ -251,16 +256,17 @@ def _width(fields: Sequence[_Field]) -> int:
 
 def _word(more: _Extended, fields: Sequence[_Field]) -> int:
     """The value that says whether all fields of a word hold."""
-    words, place, says = [None, None], 0, 0
+    query: Argument = _int32(0)
+    key: Argument = _int32(0)
+    place = says = 0
     for field in fields:
-        for i, x in enumerate((field.query, field.key)):
-            moved = more.add(lax.shift_left_p, x, _int32(place))
-            word = words[i]
-            words[i] = moved if word is None else more.add(lax.or_p, word, moved)
+        at = _int32(place)
+        query = more.add(lax.or_p, query, more.add(lax.shift_left_p, field.query, at))
+        key = more.add(lax.or_p, key, more.add(lax.shift_left_p, field.key, at))
         says |= 1 << (place + field.bits)
         place += field.bits + 1
     says_no = Constant.of(np.uint32(says).view(np.int32))
-    total = more.add(lax.add_p, *words)
+    total = more.add(lax.add_p, query, key)
     found = more.add(lax.and_p, total, says_no)
     return more.add(lax.eq_p, found, _int32(0), dtype="bool")
 
@@ -288,12 +294,15 @@ _CORNERS = {
 def _ends(program: Program, value: Argument, known: Mapping[str, Ends]) -> Ends | None:
     """Between which numbers an int32 is, if it and its parts are known."""
     if isinstance(value, Constant):
-        return (int(value.value),) * 2 if value.dtype == "int32" else None
+        number = int(value.value)
+        return (number, number) if value.dtype == "int32" else None
     if value < len(program.inputs):
         return known.get(program.inputs[value])
     step = program.steps[value - len(program.inputs)]
-    ends = [_ends(program, x, known) for x in step.args]
-    if step.dtype != "int32" or step.primitive is None or None in ends:
+    found = [_ends(program, x, known) for x in step.args]
+    ends = [x for x in found if x is not None]
+    is_known = len(ends) == len(found) and step.primitive is not None
+    if step.dtype != "int32" or not is_known:
         return None
     if step.name in ("div", "rem") and not ends[1][0] == ends[1][1] > 0:
         return None
@@ -303,6 +312,6 @@ def _ends(program: Program, value: Argument, known: Mapping[str, Ends]) -> Ends 
         return (0, min(high, most)) if low >= 0 else (-most, most)
     if step.name not in _CORNERS:
         return None
-    found = [_CORNERS[step.name](*x) for x in itertools.product(*ends)]
-    inside = min(found) >= -_FAR and max(found) <= _FAR
-    return (min(found), max(found)) if inside else None
+    corners = [_CORNERS[step.name](*x) for x in itertools.product(*ends)]
+    inside = min(corners) >= -_FAR and max(corners) <= _FAR
+    return (min(corners), max(corners)) if inside else None
