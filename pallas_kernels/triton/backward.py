@@ -240,8 +240,8 @@ def _ddistance_kernel(launch: Launch, layout, field, q, k, v, spec, saved, outpu
         return _over(layout, where, functools.partial(add, tile), total)
 
     total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
-    total = lax.fori_loop(first, end, add_tile, total)
-    outputs[0].store(total * spec.dropout_scale, result)
+    total = lax.fori_loop(first, end, add_tile, total) * spec.dropout_scale
+    outputs[0].store(total, result)
 
 
 def dbias(
