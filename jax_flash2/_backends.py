@@ -201,6 +201,9 @@ def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | d
         own = plan(x, call, pass_)
         if isinstance(own, Declined):
             passed_over[x] = own.reason
+            if own.to_loops:
+                loops = of_tangents()
+                return Made(loops, cast(Plan, plan(loops, call, pass_)), passed_over)
             continue
         following = [] if is_named or not own.slower else others[i + 1 : i + 2]
         if any(not isinstance(plan(y, call, pass_), Declined) for y in following):

@@ -239,6 +239,10 @@ class _Cut:
         x, places = pulled.operand(name, qk), pulled.places(name)
         if places is None:
             return summed_to(self.named(x), axes)
+        if isinstance(places, tables.Distances):
+            if places.first is not None:
+                return tables.of_distances(self.named(x), places.first, axes)
+            places = places.numbers()
         pair_axes = self.axes("t", "s")
         where = Named.broadcast(places, pair_axes[len(pair_axes) - places.ndim :])
         return tables.gradient(self.named(x), where, axes)
@@ -350,6 +354,7 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
     for name in operands:
         axes = cut.heads.split_axes(wanted[name].axes)
         own[name] = tuple(a for a in axes if a is not None)
+    own = {name: axes for name, axes in own.items() if name in wanted}
 
     # Where no sum may be lost in the log-sum-exp, what the forward saved costs less.
     is_whole = cut.count("s") == 1 and not (cut.fuses_softmax or spec.is_part)
@@ -379,10 +384,11 @@ def backward(_, call: Call, saved, wanted: Mapping[str, Named]):
         dp = cut.product(do_block, v_block, pair_axes)
         pulled = again.pull(dp, pairs.along(delta_of(again, dp, starts), "t"))
         more = {name: cut.of_operand(pulled, name, qk, own[name]) for name in operands}
-        dz = cut.named(pulled.dz.astype(q.dtype))
-        more["query"] = cut.product(dz, k_block, own["query"])
-        more["key"] = cut.product(q_left, dz, own["key"])
-        more["value"] = cut.product(do_left, dropped, own["value"])
+        if "query" in own:
+            dz = cut.named(pulled.dz.astype(q.dtype))
+            more["query"] = cut.product(dz, k_block, own["query"])
+            more["key"] = cut.product(q_left, dz, own["key"])
+            more["value"] = cut.product(do_left, dropped, own["value"])
         added = {}
         for name, axes in own.items():
             total = Named(sums[name], axes)

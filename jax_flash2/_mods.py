@@ -25,6 +25,7 @@ from pallas_kernels.core.pointwise import (
     SCORE,
     NotPointwise,
     Place,
+    Positions,
     Program,
     Traced,
     bind,
@@ -33,6 +34,7 @@ from pallas_kernels.core.pointwise import (
     of_bound,
     trace,
 )
+from pallas_kernels.core.pointwise.tables import OVERHANG
 from pallas_kernels.core.scores import ScoreMod
 
 
@@ -61,7 +63,7 @@ class Mods:
             )
         )
         self._numbers = batch, heads
-        self._places = {
+        places = {
             "b": Place(
                 shape.batch_axes, batch, lambda x, i: _resized(x, i, shape.batch)
             ),
@@ -72,9 +74,13 @@ class Mods:
             "kv": Place(("s",), key.numbers("s", None), key.reader(None)),
         }
         whole, name = (parts * shape.s,), ALL_KEYS if parts > 1 else "s"
-        self._pairs = Place(
-            (name,), self._places["kv"].numbers, lambda x, i: _resized(x, i, whole)
-        )
+        pairs = Place((name,), places["kv"].numbers, lambda x, i: _resized(x, i, whole))
+        zero = parts * shape.s + OVERHANG
+        beyond = parts * shape.t + OVERHANG
+        distances = Named(jnp.arange(-zero, beyond, dtype=jnp.int32), ("t",))
+        distances = _after(distances, offset)
+        count = shape.t * shape.s if parts == 1 else None
+        self._positions = Positions(places, pairs, distances, zero, count)
 
     def score(self, function: Any) -> ScoreMod:
         """The term that is a function of the score.
@@ -85,7 +91,7 @@ class Mods:
         dtype = jnp.promote_types(self._shape.dtype, jnp.float32)
         traced = self._traced("score_mod", function, dtype)
         floats = float_reads(traced.program)
-        bound = bind(traced, self._places, self._pairs, fixed=False)
+        bound = bind(traced, self._positions, fixed=False)
         try:
             derivative = traced.derivative(dtype)
         except NotPointwise as error:
@@ -111,7 +117,7 @@ class Mods:
                     f"mask_mod asks for {name}, and make_block_mask got {full}=None: "
                     f"pass {full}"
                 )
-        bound = bind(traced, self._places, self._pairs, fixed=True)
+        bound = bind(traced, self._positions, fixed=True)
         captured = [traced.program.reads[i].params[0] for i in bound.reads]
         shape = self._shape
         is_square = shape.t == shape.s and "q" in self._natural
@@ -171,10 +177,7 @@ class _Rows:
             first = numbering.first.value
             numbering = type(numbering)(first, numbering.stripe, numbering.parts)
             rows = Named(numbering.at(rows.value), (name,))
-        if offset is None:
-            return rows
-        axes = (*offset.axes, name)
-        return Named(rows.to(axes) + jnp.asarray(offset.value)[..., None], axes)
+        return _after(rows, offset)
 
     def reader(self, offset: Named | None) -> Callable:
         """`Place.own` for these rows."""
@@ -192,6 +195,14 @@ class _Rows:
             return lax.dynamic_slice_in_dim(wide, start, rows, axis)
 
         return own
+
+
+def _after(rows: Named, offset: Named | None) -> Named:
+    """Numbers along one axis, from an offset on."""
+    if offset is None:
+        return rows
+    axes = (*offset.axes, *rows.axes)
+    return Named(rows.to(axes) + jnp.asarray(offset.value)[..., None], axes)
 
 
 def _edged(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:

@@ -51,7 +51,7 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
     spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
     ends = {"t": (0, size["t"]), "s": (0, size["s"])}
-    pairs = Pairs(spec, ends, precision=precision)
+    pairs = Pairs(spec, ends, precision=precision, is_differentiated=True)
 
     def existing(x: Named, row: str, limit) -> Named:
         """Padding replaced by zeros: no NaN there may meet a product."""

@@ -176,9 +176,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Declined:
-    """Why a backend does not make a pass of a call, here and now."""
+    """Why a backend does not make a pass of a call, here and now.
+
+    Attributes:
+      reason: in words.
+      to_loops: whether loops in plain JAX should make the pass, beside kernels that
+        make the others.
+    """
 
     reason: str
+    to_loops: bool = False
 
 
 class Backend(Protocol):

@@ -25,6 +25,7 @@ from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.pointwise.tables import Distances, Table
 from pallas_kernels.core.ranges import divide
 from pallas_kernels.tables import FEW_ROWS, pieces
 
@@ -132,6 +133,15 @@ class View(abc.ABC):
     def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
         """Writes a block where `mask` is set; the arguments are those of `read`."""
 
+    def gather(self, index: tuple) -> jax.Array:
+        """Elements for the pairs of a block.
+
+        Args:
+          index: for each axis of the Ref a number; for one of them int32 numbers in the
+            shape of the block, or `Distances`. They exist.
+        """
+        raise NotImplementedError(f"{type(self).__name__} holds no tables")
+
     def _pieces(self, where: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Where each piece of an axis in pieces lies, or None without any."""
         for name in self.axes:
@@ -196,16 +206,21 @@ class View(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Elements:
+class Elements(Table):
     """A view at its place along all axes but a `whole_axis`, to read elements of."""
 
     view: View
     where: Mapping[str, Any]
 
+    def _index(self, index) -> tuple:
+        return tuple(index if is_numbered(a) else self.where[a] for a in self.view.axes)
+
     def number(self, index) -> jax.Array:
         """The element at a number that the program computed, a scalar."""
-        place = (index if is_numbered(a) else self.where[a] for a in self.view.axes)
-        return self.view.ref[tuple(place)]
+        return self.view.ref[self._index(index)]
+
+    def at(self, places: jax.Array | Distances) -> jax.Array:
+        return self.view.gather(self._index(places))
 
 
 def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
@@ -300,7 +315,7 @@ class Layout(abc.ABC):
         own = {a: self.head(a) for a in ("h", "d") if a in size}
         self.pieces = {a: tuple(x.size for x in rows) for a, rows in own.items()}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
-        self.num_blocks = {a: -(-size[a] // self.rows[a]) for a in parallel}
+        self.num_blocks = {a: -(-size[a] // self.rows.get(a, 1)) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share
         # keys and values (blocks of one head, heads of one group) run together.
         names = [heads] if heads in size else []

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from pallas_kernels import division
 from pallas_kernels.backend import Call
 from pallas_kernels.core import clear, flash2
-from pallas_kernels.core.axes import Named, batch_axes, operand_sum, sizes, summed_to
+from pallas_kernels.core.axes import (
+    Axes,
+    Named,
+    batch_axes,
+    is_numbered,
+    operand_sum,
+    sizes,
+    summed_to,
+)
+from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 from pallas_kernels.tables import FEW_ROWS
 
@@ -56,6 +65,8 @@ def backward(
         of queries ("t"), and returns its results. "dq" gets all of `saved` and writes
         dq, delta and lse_log2; the others get (lse_log2, delta, do). "dbias" also gets
         the name of the score's operand and the axes to sum over, `field` and `summed`.
+        So does "ddistance", with blocks of "dbias", for an operand that is read at
+        distances; its result also has axes of the diagonals of tiles, and of a tile.
       dk_and_dv_apart: whether one kernel for both would not fit the registers.
     """
     q, sink = call.query, call.spec.sink
@@ -159,8 +170,54 @@ def axes_of_elements(operands) -> tuple[str, ...]:
     return (*batch_axes(operands), *heads)
 
 
+def unmade_table(spec: AttentionSpec) -> str | None:
+    """Why kernels do not make the gradient of a table of the score, or None."""
+    rows = spec.query_rows, spec.key_rows
+    follow = all(x.stripe is None and not _axes(x.first) for x in rows)
+    for name, x in spec.score.operands.items():
+        if any(map(is_numbered, x.axes)):
+            if spec.score.zero(name) is None:
+                return "a table is read at places that are no function of q - kv"
+            if not follow:
+                return "rows of distances do not follow one another"
+    return None
+
+
+def _axes(x: Named | None) -> Axes:
+    return () if x is None else x.squeezed().axes
+
+
+def _of_distances(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
+    """The gradient of an array of distances: sums along the diagonals of all pairs.
+
+    A program sums the tiles of a diagonal; XLA adds up what lies along the diagonals of
+    these sums, which have twice as many elements for a row as a tile has.
+    """
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved]
+    size, batch = sizes(operands), axes_of_elements(operands)
+    lead = tuple(a for a in batch if a in out.axes)
+    struct = jax.ShapeDtypeStruct([size[a] for a in lead], jnp.float32)
+    summed = tuple(a for a in batch if a not in lead)
+    options = {"field": field, "summed": summed}
+    result = (Named(struct, lead),)
+    (tiles,) = run("ddistance", "s", q, k, v, spec, saved, result, **options)
+    block = tiles.shape[-1]
+    _, query, key = spec.positions
+    # Of the last key of all blocks beside the first query.
+    last = -(-size["s"] // block) * block - 1
+    start = spec.score.zero(field) - last
+    for rows, sign in ((query, 1), (key, -1)):
+        if rows.first is not None:
+            start += sign * rows.first.squeezed().value
+    (whole,) = (str(a) for a in out.axes if is_numbered(a))
+    found = tables.of_tiles(tiles, jnp.int32(start), size[whole])
+    return Named(found, (*lead, whole)).to(out.axes).astype(out.dtype)
+
+
 def score_operand(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
     """The gradient `out` of a field of the score."""
+    if spec.score.zero(field) is not None:
+        return _of_distances(run, q, k, v, spec, saved, out, field)
     operands = [q, k, v, *jax.tree.leaves(spec), *saved]
     size, batch = sizes(operands), axes_of_elements(operands)
     rows, summed = operand_sum(out, batch)

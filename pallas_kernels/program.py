@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.core.axes import whole_axis
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
@@ -122,6 +123,26 @@ def tile_program(
     return load_tree(spec, ("t", "s"), where), where | _heads(layout), result
 
 
+def diagonal_program(
+    spec: AttentionSpec, layout: Layout
+) -> tuple[AttentionSpec, Where, Where, tuple[Any, Any, Any]]:
+    """The start of a program that owns a diagonal of tiles, as `tile_program`.
+
+    Returns:
+      Also the first and the end of its blocks of keys, and how many blocks of queries
+      stand before the one that meets block 0 of the keys.
+    """
+    ids = layout.program_ids()
+    where: Where = {**ids, **_heads(layout)}
+    queries, keys = (-(-layout.size[a] // layout.rows[a]) for a in ("t", "s"))
+    after = ids["e"] - (keys - 1)
+    first, end = jnp.maximum(-after, 0), jnp.minimum(queries - after, keys)
+    spec = load_tree(with_end(spec, layout), ("t", "s"), where)
+    block = layout.rows["t"]
+    result = {"e": ids["e"], whole_axis(block): Rows(0, block)}
+    return spec, where, result, (first, end, after)
+
+
 def element(
     spec: AttentionSpec, where: Where, layout: Layout, index
 ) -> tuple[AttentionSpec, Where, str, Visited]:
@@ -202,9 +223,8 @@ def pairs(
         spec = spec.only_positions()
     spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
-    return Pairs(
-        spec.of_block(rows), rows, order, masked, launch.precision, launch.arithmetic
-    )
+    options = launch.precision, launch.arithmetic
+    return Pairs(spec.of_block(rows), rows, order, masked, *options).with_tables()
 
 
 def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

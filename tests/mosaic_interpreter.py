@@ -80,6 +80,18 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
+def _gather(ref, places):
+    return plgpu.load(ref)[places]
+
+
+def _diagonals(ref, shape, *, transposed: bool):
+    rows, columns = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
+    distance, last = rows - columns, shape[1] - 1
+    if transposed:
+        distance, last = columns - rows, shape[0] - 1
+    return plgpu.load(ref)[distance + last]
+
+
 def _take(tiles: DynamicTiles, slot) -> None:
     """One outcome of many: the first program takes as many tiles as it may.
 
@@ -307,6 +319,8 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(pairwise, "fetch", functools.partial(_load, transposed=True))
     put(pairwise, "turned", lambda words, dtype: words)
     put(pairwise, "store", _store)
+    put(pairwise, "gather", _gather)
+    put(pairwise, "diagonals", _diagonals)
     put(products, "multiply", _multiply)
     put(products, "as_left", lambda x: x)
     put(plgpu, "copy_gmem_to_smem", _copy_at_once(plgpu.copy_gmem_to_smem))

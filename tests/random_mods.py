@@ -211,10 +211,13 @@ class Problem:
         do, dlse = made[3:]
         self.cotangents = jnp.asarray(do, self.dtype), jnp.asarray(dlse, jnp.float32)
         self.indices = np.indices((B, N, t, s), dtype=np.int32)
-        # Which pairs the mask keeps.
+        # Which pairs the mask keeps: some.
         self.kept = np.ones((B, N, t, s), bool)
-        if self.mask_mod is not None:
-            self.kept &= np.asarray(jax.jit(self.mask_mod)(*self.indices))
+        while self.mask_mod is not None:
+            self.kept = np.asarray(jax.jit(self.mask_mod)(*self.indices))
+            if np.any(self.kept):
+                break
+            self._kept = boolean(rng, 1)
 
     def score_mod(self, captured) -> Callable:
         def mod(score, *at):

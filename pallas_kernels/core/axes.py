@@ -11,6 +11,7 @@ The names of a single attention problem are
 | `h` | head size of query and key |
 | `d` | head size of value and output |
 | `i`, `j` | blocks of query rows and of key rows, in block tables (`core.masks`) |
+| `e` | diagonals of tiles of pairs, of equally many queries and keys |
 | `y` | parts of the heads and batch entries that a program visits (`division`) |
 | `z` | parts of the blocks that it visits |
 | `w` | sums that a gradient is the sum of (`mosaic_gpu.hopper.backward`) |
@@ -40,7 +41,7 @@ from jax.extend.core.primitives import dot_general_p
 
 Axes = tuple[str | None, ...]
 
-_NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j")
+_NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j", "e")
 _OF_PAGES = ("p", "r", "c", "u0", "u1")
 
 # The key rows of all devices, in their order, where `s` are those of one.

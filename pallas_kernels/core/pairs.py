@@ -20,6 +20,7 @@ from pallas_kernels.core import flash2
 from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.flash2 import Block, Scores
+from pallas_kernels.core.pointwise.tables import Distances
 from pallas_kernels.core.scores import PairPositions, Setting
 from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec
@@ -39,6 +40,7 @@ class Pairs:
         forward sees it in its sums and begins again with blocks that are.
       precision: of float32 products.
       arithmetic: the backend's.
+      is_differentiated: whether JAX differentiates the scores, not this library.
     """
 
     spec: AttentionSpec
@@ -47,6 +49,7 @@ class Pairs:
     masked: Any = True
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
+    is_differentiated: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,13 +81,34 @@ class Pairs:
         query = queries.after(t_start, query).astype(jnp.float32)
         return PairPositions(between + query, key, self.spec.is_causal)
 
+    def with_tables(self) -> Pairs:
+        """With what is read at distances loaded: before products are waited for."""
+        score = self.spec.score.at(self.distances)
+        return dataclasses.replace(
+            self, spec=dataclasses.replace(self.spec, score=score)
+        )
+
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """Of the queries and of the keys, int32, against the block."""
         return self.spec.positions_of(self._numbers("t"), self._numbers("s"))
 
+    def distances(self) -> Distances:
+        """Of queries and keys, by their numbers among those of all devices."""
+        queries, keys = self.spec.query_rows, self.spec.key_rows
+
+        def numbers() -> jax.Array:
+            rows = self.spec.query_numbers(self._numbers("t"))
+            return queries.at(rows) - keys.at(self._numbers("s"))
+
+        follow = self.spec.repeat == 1 and queries.stripe is keys.stripe is None
+        t, s = self.rows["t"][0], self.rows["s"][0]
+        first = jnp.int32(queries.at(t) - keys.at(s)) if follow else None
+        return Distances(first, numbers, self.order)
+
     def _setting(self, is_separable: bool = False) -> Setting:
         tanh = self.arithmetic.tanh
-        return Setting(self.place, self.positions, tanh, is_separable)
+        known = self.place, self.positions, self.distances
+        return Setting(*known, tanh, is_separable)
 
     @functools.cached_property
     def _bits(self) -> jax.Array:
@@ -122,6 +146,8 @@ class Pairs:
         is_full = self.masked is False
         separable = is_full and jnp.dtype(dtype).itemsize == 2
         setting = self._setting(separable)
+        if self.is_differentiated and (kept := self._kept):
+            setting = setting._replace(kept=functools.reduce(operator.and_, kept))
         scores = self.spec.score.apply(qk, setting, nan_shows=is_full)
         if self.masked is False or not self.spec.masks:
             return scores
@@ -130,10 +156,14 @@ class Pairs:
         x = lax.cond(self.masked, self._with_mask, lambda x: x, scores.x)
         return scores._replace(x=x)
 
+    @property
+    def _kept(self) -> list[jax.Array]:
+        """Which pairs masks keep (`AttentionSpec.keep`)."""
+        return self.spec.keep(self._numbers("t"), self._numbers("s"))
+
     def _with_mask(self, x: jax.Array) -> jax.Array:
         """Scores, -inf where no mask keeps the pair."""
-        kept = self.spec.keep(self._numbers("t"), self._numbers("s"))
-        return functools.reduce(self.arithmetic.masked, kept, x)
+        return functools.reduce(self.arithmetic.masked, self._kept, x)
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Dropout without its scale (`AttentionSpec.dropout_scale`)."""

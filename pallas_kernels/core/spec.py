@@ -271,7 +271,6 @@ class AttentionSpec:
 
     def kv_blocks(self, q_lo, q_hi, kv_size: int, block_kv: int) -> Visited:
         """The range of key blocks that the query rows [q_lo, q_hi) look at."""
-        # A list has the rows of the kernel.
         if self.repeat > 1 and not isinstance(self.table, BlockList):
             q_lo, q_hi = self.query_numbers(q_lo), self.query_numbers(q_hi - 1) + 1
         return self._blocks("kv_range", q_lo, q_hi, kv_size, block_kv)
@@ -372,9 +371,8 @@ class AttentionSpec:
                 for atom in self.masks
                 if not atom.has_ranges
             ]
-            blocks = tiling.counts["ts".index(looped)]
-            found = block_table(relations, looped, blocks)
-        return dataclasses.replace(self.without_lists(), table=found)
+            found = block_table(relations, looped, tiling.counts["ts".index(looped)])
+        return dataclasses.replace(self.for_pairs(tiling), table=found)
 
     def relation(self, tiling: Tiling) -> Relation:
         """What all masks say of each pair of blocks (fields hold `Named`)."""
@@ -389,6 +387,11 @@ class AttentionSpec:
     def without_lists(self) -> AttentionSpec:
         """Without the lists of blocks that masks hold: what kernels evaluate."""
         masks = tuple(atom.without_lists() for atom in self.masks)
+        return dataclasses.replace(self, masks=masks)
+
+    def for_pairs(self, tiling: Tiling) -> AttentionSpec:
+        """What kernels evaluate: for a pair no more than both of its sides decide."""
+        masks = tuple(x.without_lists().by_sides(tiling) for x in self.masks)
         return dataclasses.replace(self, masks=masks)
 
     def attended_keys(self, kv_size: int) -> Named | None:

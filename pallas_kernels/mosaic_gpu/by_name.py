@@ -20,6 +20,7 @@ from pallas_kernels.core import clear, flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.flash2 import Scores, State
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.pointwise import TABLES
 from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
@@ -67,7 +68,7 @@ def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | N
         return f"head size {wrong[0]} is not 64 or 128"
     if call.config is not None and call.config.splits not in (None, 1):
         return f"Config(splits={call.config.splits}): its programs are not divided"
-    return _unknown_feature(call.spec) or call.lacking(support.OPERATIONS)
+    return _unknown_feature(call.spec) or call.lacking(support.OPERATIONS - {TABLES})
 
 
 def _unknown_feature(spec: AttentionSpec) -> str | None:

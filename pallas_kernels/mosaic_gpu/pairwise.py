@@ -1,14 +1,16 @@
-"""Operands with an element for each pair of query and key rows: a bias, masks.
+"""Operands with an element for each pair of query and key rows: a bias, masks, tables.
 
 They lie in global memory, and threads load what belongs to their own pairs of a block,
 straight into the places of results of products: of a bias two neighbours at once, or
 one of a transposed block, of a mask 16 bits at once, for those of its pairs that lie in
-64 columns of a row of the block. XLA puts these bits together before the kernel.
+64 columns of a row of the block. XLA puts these bits together before the kernel. Of a
+table they load the element at the place that each pair has.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -264,6 +266,74 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
     return _loaded(ref, shape, jnp.uint32, of_place)
 
 
+def gather(ref, places: jax.Array) -> jax.Array:
+    """Elements of a vector in global memory at int32 places, for a block of pairs."""
+
+    @support.inline_mgpu(
+        arg_types=(plgpu.RefType(), _LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout=_LAYOUT),
+    )
+    def make(_, ref, places):
+        kind, pointer = ir.MemRefType(ref.type).element_type, support.pointer(ref)
+        pair = ir.VectorType.get((_NEIGHBOURS,), kind)
+
+        def element(register: ir.Value, e: int) -> ir.Value:
+            place = vector.extract(register, [], [e])
+            return llvm.load(kind, utils.getelementptr(pointer, [place], kind))
+
+        registers = np.empty_like(places.registers)
+        for n, register in enumerate(places.registers.flat):
+            found = [element(register, e) for e in range(_NEIGHBOURS)]
+            registers.flat[n] = vector.from_elements(pair, found)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=places.layout, _is_signed=_signed(dtype)
+        )
+
+    dtype = ref.dtype
+    return make(ref, places)
+
+
+def diagonals(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
+    """A block with one element for each of its diagonals.
+
+    Of the elements of a thread every second lies on a diagonal that it has met: 8 rows
+    and 8 columns further.
+
+    Args:
+      ref: the elements in global memory, that of the first query and the last key
+        first.
+      shape: of the block.
+      transposed: whether it is [keys, queries].
+    """
+    last = shape[0 if transposed else 1] - 1
+
+    def of_place(pointer, row, column, strides, kind):
+        del strides
+        distance = arith.subi(column, row) if transposed else arith.subi(row, column)
+        here = utils.getelementptr(pointer, [_sum(distance, _i32(last))], kind)
+        pair = ir.VectorType.get((_NEIGHBOURS,), kind)
+
+        @functools.cache
+        def of_diagonal(n: int) -> ir.Value:
+            places = diagonals_of_thread(n, transposed=transposed)
+            at = [utils.getelementptr(here, [_i32(x)], kind) for x in places]
+            return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
+
+        return lambda i, j: of_diagonal(i - j)
+
+    return _loaded(ref, shape, ref.dtype, of_place)
+
+
+def diagonals_of_thread(n: int, *, transposed: bool) -> list[int]:
+    """How far from the diagonal of a thread's first element two neighbours lie.
+
+    Args:
+      n: how many times 8 rows, less 8 columns, they are away from it.
+    """
+    places = [8 * n - e for e in range(_NEIGHBOURS)]
+    return [-x for x in places] if transposed else places
+
+
 def store(ref, x: jax.Array) -> None:
     """Writes a block [queries, keys] to global memory, two neighbours at once."""
 
@@ -331,12 +401,17 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         for n in range(registers.size):
             registers.flat[n] = register(n % 2, n // 2)
-        signed = False if dtype == jnp.uint32 else None
         return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=signed
+            _registers=registers, _layout=layout, _is_signed=_signed(dtype)
         )
 
     return make(ref, *(support.numbers_along(axis, shape[axis]) for axis in (0, 1)))
+
+
+def _signed(dtype) -> bool | None:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return None
+    return bool(jnp.issubdtype(dtype, jnp.signedinteger))
 
 
 def _where_bit(x: ir.Value, word: ir.Value, place: int) -> ir.Value:

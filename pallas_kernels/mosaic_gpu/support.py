@@ -42,6 +42,7 @@ _LACKING = (
     "tan"
 )
 OPERATIONS = pointwise.OPERATIONS - {*_LACKING.split(), pointwise.FLOAT_REMAINDERS}
+OPERATIONS |= {pointwise.TABLES}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pallas_kernels.core.axes import Named, operand_sum, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.division import Packing, words
 from pallas_kernels.triton import memory, support, tuning
-from pallas_kernels.triton.backward import dbias, dkv, dq
+from pallas_kernels.triton.backward import dbias, ddistance, dkv, dq
 from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
 from pallas_kernels.triton.tangent import tangent as tangent_kernel
@@ -86,6 +86,8 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     kernels = of_pass[pass_]
     if pass_ == "backward":
         kernels = tuple(x for x in kernels if x not in ("forward", "dbias"))
+    if pass_ == "operand_gradients" and (why_not := passes.unmade_table(call.spec)):
+        return Declined(why_not, to_loops=True)
     for kernel in kernels:
         why_not = _unfit(kernel, call)
         if why_not is not None:
@@ -187,6 +189,13 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     return Launch(blocks, product, arithmetic, interpret, splits)
 
 
+def _square(launch: Launch) -> Launch:
+    """With as many queries as keys in a block."""
+    rows = min(launch.blocks.block_q, launch.blocks.block_kv)
+    blocks = dataclasses.replace(launch.blocks, block_q=rows, block_kv=rows)
+    return dataclasses.replace(launch, blocks=blocks)
+
+
 _KERNELS = {
     "forward": forward_kernel,
     "dq": dq,
@@ -195,6 +204,7 @@ _KERNELS = {
     "dv": dkv,
     "dbias": dbias,
     "tangent": tangent_kernel,
+    "ddistance": ddistance,
 }
 
 
@@ -211,7 +221,11 @@ def _run(
     **options,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel whose programs loop over blocks of keys ("s") or queries ("t")."""
-    launch = _launch(kernel, config, precision, [q, k, v], spec)
+    by_distance = kernel == "ddistance"
+    blocks_of = "dbias" if by_distance else kernel
+    launch = _launch(blocks_of, config, precision, [q, k, v], spec)
+    if by_distance:
+        launch = _square(launch)
     blocks, size = launch.blocks, sizes([q, k, *jax.tree.leaves(spec.pages)])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
     spec = spec.with_table(looped, *rows)

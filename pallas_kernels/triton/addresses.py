@@ -5,6 +5,9 @@ sum might wrap, for all that the compiler knows, so every vector that a thread c
 keeps an index of its own and has it widened to an address in each round of a loop. Here
 the start is one 64-bit scalar, and the elements lie at constant distances from it. Rows
 that lie in several pages have a 64-bit start each.
+
+Elements of tables are loaded by an instruction that Triton does not know as a load: it
+would copy them to shared memory some rounds ahead, which has no room for them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ pallas: Any = lowering if _has_names else None
 _load = Primitive("load_block")
 _store = Primitive("store_block")
 _store.multiple_results = True
+_gather = Primitive("gather_elements")
 
 
 def load(
@@ -85,6 +89,20 @@ def store(
     starts, sizes = _cut(index)
     masks = [] if mask is None else [mask]
     _store.bind(ref, value, *starts, *masks, sizes=sizes, steps=_steps(index))
+
+
+def gather(ref: Any, index: tuple, *, interpret: bool) -> jax.Array:
+    """The elements of an input at int32 places along one axis.
+
+    Args:
+      ref: as of `load`.
+      index: for each axis of the Ref a number; for one of them an array of numbers.
+    """
+    (axis,) = (i for i, place in enumerate(index) if jnp.ndim(place))
+    if not _ours(interpret) or ref.dtype.itemsize != 4:
+        shape = index[axis].shape
+        return plgpu.load(ref.at[tuple(jnp.broadcast_to(x, shape) for x in index)])
+    return _gather.bind(ref, *map(jnp.int32, index), axis=axis)
 
 
 def _ours(interpret: bool) -> bool:
@@ -165,6 +183,11 @@ def _(ref, *_, sizes, steps, other, packed):
 def _(*_, sizes, steps):
     del sizes, steps
     return [], {WriteEffect(0)}
+
+
+@_gather.def_abstract_eval
+def _(ref, *index, axis):
+    return jax.core.ShapedArray(index[axis].shape, ref.dtype)
 
 
 def _addresses(info, pointer: ir.Value, starts, sizes, steps, pack=1) -> ir.Value:
@@ -248,6 +271,31 @@ def _lower_load(
     return pallas._load(addresses, mask=mask, other=padding)
 
 
+def _lower_gather(ctx, pointer: ir.Value, *index, axis) -> ir.Value:
+    places = list(map(pallas._ensure_ir_value, index, ctx.avals_in[1:]))
+    zero = jax.core.ShapedArray((), np.int32)
+    starts = [
+        x if i != axis else pallas._ensure_ir_value(0, zero)
+        for i, x in enumerate(places)
+    ]
+    info, (result,) = ctx.block_infos[0], ctx.avals_out
+    one = [None] * len(starts)
+    begin = _addresses(info, pointer, iter(starts), one, [1] * len(starts))
+    begin = pallas._bcast_to(begin, result.shape)
+    wide = ir.RankedTensorType.get(result.shape, ir.IntegerType.get_signless(64))
+    addresses = pallas.tt_dialect.ptr_to_int(wide, pallas._add(begin, places[axis]))
+    letter = "f" if jnp.issubdtype(result.dtype, jnp.floating) else "r"
+    element = pallas._dtype_to_ir_type(result.dtype)
+    return pallas.tt_dialect.elementwise_inline_asm(
+        [ir.RankedTensorType.get(result.shape, element)],
+        "ld.global.nc.b32 $0, [$1];",
+        constraints=f"={letter},l",
+        pure=True,
+        packed_element=1,
+        args=[addresses],
+    )
+
+
 def _lower_store(ctx, pointer: ir.Value, *operands, sizes, steps) -> list:
     values = map(pallas._ensure_ir_value, operands, ctx.avals_in[1:])
     value = next(values)
@@ -259,3 +307,4 @@ def _lower_store(ctx, pointer: ir.Value, *operands, sizes, steps) -> list:
 if pallas is not None:
     pallas.register_lowering(_load)(_lower_load)
     pallas.register_lowering(_store)(_lower_store)
+    pallas.register_lowering(_gather)(_lower_gather)

@@ -15,6 +15,8 @@ v [block_kv, ...].
 
 `dbias`: one program per tile of a bias's gradient, summed over whatever the bias was
 broadcast over; XLA drops it from a program that does not use that gradient.
+`ddistance`: the same for what is read at the distance of query and key; one program
+per diagonal of tiles, whose sum is one tile.
 
 Where programs would be too few, several share the work of one (`division`): its heads,
 batch entries or blocks. Their sums are float32 and are added outside, in one order.
@@ -25,6 +27,7 @@ but the sums have one order, so that the same inputs give the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -35,7 +38,7 @@ from jax import lax
 
 from pallas_kernels import division, program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named, summed_to
+from pallas_kernels.core.axes import Named, sizes, summed_to, whole_axis
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory
 from pallas_kernels.triton.memory import Launch
@@ -189,6 +192,58 @@ def dq(
     return division.summed(found, outputs)
 
 
+def ddistance(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named],
+    outputs: tuple[Named],
+    *,
+    field: str,
+    summed: tuple[str, ...],
+    launch: Launch,
+) -> tuple[jax.Array, ...]:
+    """Sums of what the pairs of the tiles of a diagonal add to an operand.
+
+    One program per diagonal of tiles, which have as many queries as keys.
+
+    Args:
+      q, k, v, spec, saved, field, summed, launch: as for `dbias`.
+      outputs: the axes of batch and heads of the result, which also has those of the
+        diagonals, and of a tile's queries and keys.
+    """
+    (lead,), block = outputs, launch.blocks.block_q
+    size = sizes([q, k])
+    count = sum(-(-size[a] // block) for a in ("t", "s")) - 1
+    tile = whole_axis(block)
+    struct = jax.ShapeDtypeStruct((*lead.shape, count, block, block), jnp.float32)
+    output = Named(struct, (*lead.axes, "e", tile, tile))
+    operands = [q, k, v, *jax.tree.leaves(spec), *saved, output]
+    launch = dataclasses.replace(launch, splits=1)
+    layout = memory.BlockGrid.of("dbias", operands, launch, own=("e",), looped=summed)
+
+    kernel = functools.partial(_ddistance_kernel, launch, layout, field)
+    inputs, name = (q, k, v, spec, saved), "flash2_ddistance"
+    found = memory.call(kernel, layout, inputs, (output,), name=name, launch=launch)
+    return division.summed(found, (output,))
+
+
+def _ddistance_kernel(launch: Launch, layout, field, q, k, v, spec, saved, outputs):
+    """One program of `ddistance`."""
+    spec, where, result, (first, end, after) = program.diagonal_program(spec, layout)
+    arrays, own = (q, k, v, saved), ("t", "s")
+    add = functools.partial(_add_element, launch, layout, own, field, arrays, spec)
+
+    def add_tile(j, total):
+        tile = {**where, "i": j + after, "j": j}
+        return _over(layout, where, functools.partial(add, tile), total)
+
+    total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
+    total = lax.fori_loop(first, end, add_tile, total) * spec.dropout_scale
+    outputs[0].store(total, result)
+
+
 def dbias(
     q: Named,
     k: Named,
@@ -227,25 +282,28 @@ def _dbias_kernel(
     launch: Launch, layout, own, field: str, q, k, v, spec, saved, outputs
 ):
     """One program of `dbias`, for an operand with these rows."""
-    lse_log2, delta, do = saved
     spec, where, result = program.tile_program(spec, layout)
-
-    def add_element(index, total):
-        here_spec, here, name, visited = program.element(spec, where, layout, index)
-
-        def visit(masked, block, total):
-            at = program.visit_at(here_spec, here, layout, name, block, masked)
-            pairs = program.pairs(here_spec, at, ("t", "s"), masked, launch)
-            lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
-            qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
-            again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
-            dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
-            pulled = again.pull(dp, delta.load(("t", "s"), at))
-            more = Named(pulled.operand(field, qk), ("t", "s"))
-            return total + summed_to(more, own)
-
-        return visited.fold(visit, total)
-
+    arrays = q, k, v, saved
+    add = functools.partial(_add_element, launch, layout, own, field, arrays, spec)
     total = jnp.zeros([layout.rows[a] for a in own], jnp.float32)
-    total = _over(layout, where, add_element, total)
+    total = _over(layout, where, functools.partial(add, where), total)
     outputs[0].store(total * spec.dropout_scale, result)
+
+
+def _add_element(launch: Launch, layout, own, field, arrays, spec, where, index, total):
+    """Adds a head or batch entry of what is at `where` to its sum."""
+    q, k, v, (lse_log2, delta, do) = arrays
+    spec, here, name, visited = program.element(spec, where, layout, index)
+
+    def visit(masked, block, total):
+        at = program.visit_at(spec, here, layout, name, block, masked)
+        pairs = program.pairs(spec, at, ("t", "s"), masked, launch)
+        lse_block = lse_log2.load(("t", "s"), at, padding=flash2.PADDING_LSE)
+        qk = pairs.product(q.load(("t", "h"), at), k.load(("s", "h"), at))
+        again = pairs.recompute(pairs.scores_of(qk, q.dtype), lse_block)
+        dp = pairs.product(do.load(("t", "d"), at), v.load(("s", "d"), at))
+        pulled = again.pull(dp, delta.load(("t", "s"), at))
+        more = Named(pulled.operand(field, qk), ("t", "s"))
+        return total + summed_to(more, own)
+
+    return visited.fold(visit, total)

@@ -17,6 +17,7 @@ from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.axes import Axes, Named, first_of, is_whole
 from pallas_kernels.core.flash2 import Block
+from pallas_kernels.core.pointwise.tables import Distances
 from pallas_kernels.layout import Rows
 from pallas_kernels.tables import padded
 from pallas_kernels.triton import addresses, support
@@ -67,6 +68,10 @@ class View(layout.View):
         at = _slices(index)
         options = {"interpret": self.interpret, "packed": self.is_packed}
         return addresses.load(self.ref, at, mask, other, **options)
+
+    def gather(self, index: tuple) -> jax.Array:
+        places = (x.numbers() if isinstance(x, Distances) else x for x in index)
+        return addresses.gather(self.ref, tuple(places), interpret=self.interpret)
 
     def write(self, index: tuple, value: jax.Array, mask: jax.Array | None) -> None:
         at = _slices(index)
@@ -120,7 +125,7 @@ class BlockGrid(layout.Layout):
         shape: list[int | None] = []
         kept: list[str] = []
         places: list[Callable] = []
-        whole = ("t", "s", "i", "j", *self.looped, *["k"] * ("n" in self.looped))
+        whole = ("t", "s", "i", "j", "e", *self.looped, *["k"] * ("n" in self.looped))
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
             name, _ = first_of(name) or (name, size)

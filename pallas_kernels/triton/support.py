@@ -22,7 +22,8 @@ from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
 # Of functions of pairs: what kernels make of them (`Call.lacking`).
 _LACKING = "digamma erf erf_inv erfc lgamma round"
 _NARROW = {f"arrays of {x}" for x in ("int8", "int16", "uint8", "uint16")}
-OPERATIONS = (pointwise.OPERATIONS - {*_LACKING.split()}) | _NARROW
+OPERATIONS = pointwise.OPERATIONS - {*_LACKING.split()}
+OPERATIONS |= {pointwise.TABLES, *_NARROW}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax_flash2 import _api, _mods
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Tiling, known
-from pallas_kernels.core.pointwise import tables, trace
+from pallas_kernels.core.pointwise import sides, tables, trace
 from pallas_kernels.core.pointwise.program import only_live
 from tests.tiers import deeply
 
@@ -81,7 +81,10 @@ def boolean(rng, depth: int):
 
 
 def kept_and_relation(function, blocks, offset=0):
-    """Of all pairs; of pairs of blocks, some and all. No part is a built-in mask."""
+    """Of all pairs; of pairs of blocks, some and all. No part is a built-in mask.
+
+    What kernels evaluate for a pair is the same.
+    """
 
     @jax.jit
     @mock.patch.object(_mods, "split", lambda program, *_: known.Split((), program))
@@ -90,12 +93,16 @@ def kept_and_relation(function, blocks, offset=0):
         spec = arguments.checked().spec
         axes = ("b0", "n", "t", "s")
         fields = jax.tree.map(lambda x: x.to(axes), spec)
-        (kept,) = fields.keep(np.arange(T)[:, None], np.arange(S))
+        rows = np.arange(T)[:, None], np.arange(S)
+        tiling = Tiling(*blocks, T, S, spec.positions)
+        (kept,) = fields.keep(*rows)
+        cut = jax.tree.map(lambda x: x.to(axes), spec.for_pairs(tiling))
         (atom,) = spec.masks
-        found = atom.block_relation(Tiling(*blocks, T, S, spec.positions))
-        return kept, *(x.to(("b0", "n", "i", "j")) for x in found)
+        found = atom.block_relation(tiling)
+        return (*cut.keep(*rows), kept, *(x.to(("b0", "n", "i", "j")) for x in found))
 
-    kept, *found = run()
+    by_sides, kept, *found = run()
+    np.testing.assert_array_equal(*np.broadcast_arrays(by_sides, kept))
     shape = (B, N, -(-T // blocks[0]), -(-S // blocks[1]))
     kept = np.broadcast_to(kept, (B, N, T, S))
     if offset >= 0:  # else positions below 0 are clamped where JAX's indices wrap
@@ -148,6 +155,45 @@ def test_intervals_are_exact(name):
     np.testing.assert_array_equal(some, blocks.any((3, 5)))
     if name != "prefix":
         np.testing.assert_array_equal(every, blocks.all((3, 5)))
+
+
+NEAR = {
+    "2-D": lambda b, h, q, kv: (abs(q // 6 - kv // 6) <= 1) & (abs(q % 6 - kv % 6) < 3),
+    "3-D": lambda b, h, q, kv: (
+        (abs(q // 9 - kv // 9) <= 1)
+        & (abs(kv // 3 % 3 - q // 3 % 3) <= 1)
+        & (abs(q % 3 - kv % 3) <= 1)
+    ),
+    "clipped": lambda b, h, q, kv: (
+        (abs(jnp.clip(q // 6, 1, 2) - kv // 6) <= 1) & ~(q % 6 > kv % 6 + 1)
+    ),
+    "equal": lambda b, h, q, kv: (q % 4 == kv % 4) & (q // 8 <= kv // 4) & (kv < 3 + h),
+    "beyond": lambda b, h, q, kv: (q // 2 - 20 <= kv % 3) & (kv % 5 < q // 2 - 4),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_comparisons_of_two_sides_are_words(name):
+    """One addition for a pair, whatever is compared; the functions stay the same."""
+    check_relation(NEAR[name], (8, 8))
+    program = trace(NEAR[name], None, NATURAL).program
+    rows = {x: Named(jnp.arange(n), a) for x, n, a in (("q", T, "t"), ("kv", S, "s"))}
+    rows |= {"b": None, "h": Named(jnp.arange(N), ("n",))}
+    known = {"q": (0, T - 1), "kv": (0, S - 1)}
+    found, arrays = sides.split(program, (), rows, known)
+    of_pairs = {step.name for step in found.steps}
+    assert len(arrays) == 2
+    assert not {"abs", "div", "rem", "sub"} & of_pairs
+    assert [step.name for step in found.steps].count("add") <= 2
+
+
+def test_heads_that_are_rows_are_of_the_queries():
+    """Then a head belongs to no side that has keys."""
+    program = trace(lambda b, h, q, kv: kv // 7 % 5 > h % 3, None, NATURAL).program
+    rows = {x: Named(jnp.arange(n), a) for x, n, a in (("q", T, "t"), ("kv", S, "s"))}
+    rows |= {"b": None, "h": Named(jnp.arange(T) % 4, ("t",))}
+    _, arrays = sides.split(program, (), rows, {})
+    assert sorted(x.axes for x in arrays) == [("s",), ("t",)]
 
 
 def real(rng, depth: int):
@@ -219,6 +265,43 @@ def test_indices_are_seen_through_jaxs_wrap():
     traced = trace(function, jnp.float32, NATURAL)
     (read,) = traced.program.reads
     assert [traced.program.inputs[x] for x in read.args] == ["h", "kv"]
+
+
+@pytest.mark.parametrize("size", [9, 700])
+def test_derivatives_of_reads(size):
+    """Of small and of large tables: as of a gather."""
+    table = jnp.asarray(RNG.standard_normal((N, 1, size)), jnp.float32)
+    places = jnp.asarray(RNG.integers(0, size, (1, T)), jnp.int32)
+
+    def results(read):
+        function = lambda x: jnp.sin(read(x, places)) * jnp.arange(T)  # noqa: E731
+        out, pull = jax.vjp(function, table)
+        return pull(out)[0], jax.jvp(function, (table,), (table,))[1]
+
+    for a, b in zip(results(tables.read), results(tables.take), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("t", "s", "b"), [(24, 30, 8), (9, 4, 4)])
+def test_sums_along_diagonals(t, s, b):
+    """Of a matrix, and of tiles summed along their own."""
+    x = np.float32(RNG.standard_normal((N, t, s)))
+    expected = np.zeros((N, t + s + 5))
+    at = np.subtract.outer(np.arange(t), np.arange(s)) + s + 1
+    np.add.at(expected, (np.arange(N)[:, None, None], at), x)
+    found = tables.of_distances(
+        Named(x, ("n", "t", "s")), s + 1, ("n", f"x{t + s + 5}")
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    whole = np.pad(x, [(0, 0), (0, -t % b), (0, -s % b)])
+    rows, keys = whole.shape[1] // b, whole.shape[2] // b
+    tiles = np.zeros((N, rows + keys - 1, b, b), np.float32)
+    for i, j in np.ndindex(rows, keys):
+        own = whole[:, i * b : (i + 1) * b, j * b : (j + 1) * b]
+        tiles[:, i - j + keys - 1] += own
+    start = s + 1 - (keys * b - 1)
+    found = tables.of_tiles(jnp.asarray(tiles), start, t + s + 5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_sums_of_a_table():

@@ -8,6 +8,8 @@ DENSE = "tests/kernels/test_mods.py -k 'dense_attention and {}'"
 OFFSET = "tests/kernels/test_mods.py -k 'begin_at_the_offset'"
 SOUND = "tests/core/test_pointwise.py -k sound"
 
+WORDS = "tests/core/test_pointwise.py -k words"
+DIAGONALS = "tests/core/test_pointwise.py -k along_diagonals"
 KNOWN = "tests/core/test_known_masks.py"
 
 MUTANTS = [
@@ -36,6 +38,84 @@ MUTANTS = [
             "min(lefts, default=None), min(rights, default=None)",
             "max(lefts, default=None), max(rights, default=None)",
             KNOWN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/sides.py",
+        (
+            "a field has no room for the bit that says no",
+            "place += field.bits + 1",
+            "place += field.bits",
+            WORDS,
+        ),
+        (
+            "a query's number in a word is not cut off",
+            "query = more.add(lax.clamp_p, _int32(0), query, _int32(2**bits))",
+            "query = more.add(lax.max_p, _int32(0), query)",
+            WORDS,
+        ),
+        (
+            "what one side decides of heads that are rows",
+            'return frozenset({"t", "s"} & {str(a) for a in axes})',
+            "return frozenset()",
+            "tests/core/test_pointwise.py -k heads_that_are_rows",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/binding.py",
+        (
+            "any function of both positions is one of their distance",
+            "return not rows & taken",
+            "return True",
+            "tests/kernels/test_mods.py -k 'places_of_pairs'",
+        ),
+        (
+            "distances of rows begin at 0",
+            'return _Operand(found.renamed("t", name), zero=positions.zero)',
+            'return _Operand(found.renamed("t", name), zero=0)',
+            DENSE.format("xla and table"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/tables.py",
+        (
+            "diagonals begin a row early",
+            "x = x.reshape(*lead, -1)[..., : t * (t + s - 1)]",
+            "x = x.reshape(*lead, -1)[..., t : t * (t + s)]",
+            DIAGONALS,
+        ),
+        (
+            "the upper halves of tiles are lost",
+            "sums += jnp.pad(upper, [*none, (1, 0), (0, 0)])",
+            "sums += 0 * jnp.pad(upper, [*none, (1, 0), (0, 0)])",
+            DIAGONALS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/program.py",
+        (
+            "a diagonal of tiles ends a tile early",
+            "jnp.minimum(queries - after, keys)",
+            "jnp.minimum(queries - after, keys) - 1",
+            DENSE.format("triton and table"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/pairwise.py",
+        (
+            "neighbours of a diagonal in the other order",
+            "places = [8 * n - e for e in range(_NEIGHBOURS)]",
+            "places = [8 * n + e for e in range(_NEIGHBOURS)]",
+            "tests/mosaic_gpu/test_dealt.py -k diagonals",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/scores/mod.py",
+        (
+            "JAX differentiates where a mask drops pairs",
+            "return jnp.where(kept, whole, whole.reshape(-1)[jnp.argmax(kept)])",
+            "return whole",
+            "tests/kernels/test_mods.py -k 'nan_outside and reference'",
         ),
     ),
     *of(

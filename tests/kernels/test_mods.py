@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, Context, attention, explain
+from pallas_kernels.core.pointwise import binding
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.divided import Divided
@@ -40,9 +41,14 @@ ARRAYS = array(B, T, N, H), array(B, S, K, H), array(B, S, K, H)
 COTANGENT = array(B, T, N, H)
 IDS = jnp.asarray(np.cumsum(RNG.random((B, S)) < 0.1, axis=1), jnp.int32)
 TIMES = jnp.asarray(np.sort(RNG.integers(0, 30, (B, S)), axis=1), jnp.int32)
-KEYS, ROWS, PAIRS, TABLE, GAIN = (
-    array(*shape) for shape in ((B, S), (N, T), (T, S), (N, 8), (N,))
+KEYS, ROWS, PAIRS, TABLE, GAIN, WINDOW = (
+    array(*shape) for shape in ((B, S), (N, T), (T, S), (N, 8), (N,), (165, N))
 )
+
+
+def near(q, kv):
+    """The place of two pixels of an image of 6 rows of 8."""
+    return (q // 8 - kv // 8 + 5) * 15 + q % 8 - kv % 8 + 7
 
 
 def bucket(distance):
@@ -62,6 +68,7 @@ SCORES = {
         (GAIN,),
     ),
     "table": (lambda x: lambda s, b, h, q, kv: s + x[h, bucket(q - kv)], (TABLE,)),
+    "swin": (lambda x: lambda s, b, h, q, kv: s + x[near(q, kv), h], (WINDOW,)),
     "computed": (
         lambda x, y: (
             lambda s, b, h, q, kv: jnp.where(
@@ -72,7 +79,6 @@ SCORES = {
     ),
 }
 ROW_READS = ("of_rows", "of_pairs")
-IN_TABLES = ("table", "computed")
 MASKS = {
     "none": None,
     "documents": lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q >= kv),
@@ -138,13 +144,13 @@ MANY = [
 
 
 def _dense_cases():
-    """Each function in loops, and in kernels that take it: these read no tables."""
+    """Each function in loops and in kernels; a few in the first tier."""
     for backend, pair in itertools.product(BACKENDS, (*FEW, *MANY)):
         if pair in MANY and backend in ("xla", "reference"):
             continue
-        if backend != "triton" or pair[0] not in IN_TABLES:
-            first = pair in FEW and backend != "reference"
-            yield pytest.param(backend, *pair, marks=[] if first else deep)
+        first = pair in FEW and backend != "reference"
+        first &= (backend, pair[0]) != ("triton", "computed")
+        yield pytest.param(backend, *pair, marks=[] if first else deep)
 
 
 @pytest.mark.parametrize(("backend", "score", "mask"), list(_dense_cases()))
@@ -154,6 +160,25 @@ def test_dense_attention(backend, score, mask):
     call = functools.partial(attention, **options)
     run = jax.jit(functools.partial(results, call, make, MASKS[mask]))
     check(run(ARRAYS, captured), exact(make, MASKS[mask], captured))
+
+
+@pytest.mark.parametrize("backend", ["triton", *deeply("blocks", "reference")])
+def test_tables_at_places_of_pairs(backend, monkeypatch):
+    """Kernels read them where there are too many pairs to find all beforehand."""
+    monkeypatch.setattr(binding, "FEW_PAIRS", 0)
+    make, captured = SCORES["swin"]
+    options = {**BACKENDS[backend], "precision": "highest"}
+    call = functools.partial(attention, **options)
+    run = functools.partial(results, call, make, None)
+    check(jax.jit(run)(ARRAYS, captured), exact(make, None, captured))
+
+
+@pytest.mark.parametrize("score", ["table", "swin"])
+def test_gradients_of_tables_have_one_order(score):
+    """No scatter, which on a GPU adds as it goes."""
+    make, captured = SCORES[score]
+    run = jax.jit(functools.partial(results, attention, make, None))
+    assert "scatter" not in run.lower(ARRAYS, captured).as_text()
 
 
 @pytest.mark.parametrize(
@@ -190,11 +215,9 @@ def test_indices_that_are_read_beforehand_begin_at_the_offset():
 
 def test_an_offset_for_each_entry():
     make, captured = SCORES["table"]
-    offsets = jnp.array([3, 11])
-    options = {**BACKENDS["blocks"], "precision": "highest"}
-    found = attention(
-        *ARRAYS, score_mod=make(*captured), query_offset=offsets, **options
-    )
+    options = {**BACKENDS["blocks"], "query_offset": jnp.array([3, 11])}
+    call = functools.partial(attention, **options, precision="highest")
+    found = call(*ARRAYS, score_mod=make(*captured))
     for entry, offset in enumerate([3, 11]):
         (expected, *_) = exact(make, None, captured, offset)
         check([found[entry]], [expected[entry]])
@@ -272,10 +295,13 @@ def test_error_rule_of_masks(backend, mask):
 @pytest.mark.skipif(
     ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
 )
-@pytest.mark.parametrize("score", deeply("masking", "of_keys", "of_pairs", "soft_cap"))
+@pytest.mark.parametrize(
+    "score", deeply("masking", "of_keys", "of_pairs", "soft_cap", "table", "swin")
+)
 def test_mosaic_gpu_kernels(score, any_size, monkeypatch):
     """Both passes, beside the loops."""
     mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(binding, "FEW_PAIRS", 0)
     case = with_heads(dataclasses.replace(by_name("plain"), n=N, k=K), 64)
     arrays, arguments = case.inputs(jnp.bfloat16)
     make, captured = SCORES[score]
@@ -305,29 +331,32 @@ def test_kernels_lower_or_decline_by_name(backend):
     x = jax.ShapeDtypeStruct((1, 512, N, 128), jnp.bfloat16)
     ids = jnp.zeros((1, 512), jnp.int32)
 
-    def loss(q, gain):
+    def loss(q, gain, table):
         out = attention(
             *(q, q, q),
-            score_mod=lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5) * gain[h],
+            score_mod=lambda s, b, h, q, kv: (
+                5 * jnp.tanh(s / 5) * gain[h] + table[h, bucket(q - kv)]
+            ),
             mask_mod=lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv),
             implementation=backend,
         )
         return out.astype(jnp.float32).sum()
 
-    text = lower_for_gpu(jax.grad(loss, (0, 1)), x, GAIN)
+    text = lower_for_gpu(jax.grad(loss, (0, 1, 2)), x, GAIN, TABLE)
     kernels = {"triton": "xla.gpu.triton", "mosaic_gpu": "mosaic_gpu_v2"}
     assert kernels[backend] in text
     with on_gpu():
         make, captured = SCORES["table"]
-        tabled = explain(x, x, x, score_mod=make(*captured))
+        table = explain(x, x, x, score_mod=make(*captured))
+        make, captured = SCORES["swin"]
+        pairs = explain(x, x, x, score_mod=make(*captured))
         erf = explain(x, x, x, score_mod=lambda s, *_: jax.scipy.special.erf(s))
-    lacks = f"{backend}: its kernels lack an array read at a computed index"
-    assert lacks in tabled
-    words = (
-        r"score_mod: \d+ operations for a pair, a table of 8 along n; its derivative"
-    )
-    assert re.search(words, tabled)
-    assert tabled.startswith("implementation: xla")
+    assert not table.startswith("implementation: xla")
+    assert "an array of all distances q - kv, made before the kernels, along n" in table
+    assert "gradients of score_mod 0: triton" in table
+    assert "a table of 165 along n; its derivative" in pairs
+    assert not pairs.startswith("implementation: xla")
+    assert "gradients of score_mod 0: xla (not triton: a table is read" in pairs
     assert re.search(rf"{backend}: its kernels lack [a-z0-9 ,]*\berf\b", erf)
 
 
@@ -383,7 +412,7 @@ def test_maps_and_derivatives():
         check([found()], [expected()], 2e-5)
 
 
-@pytest.mark.parametrize("backend", ["blocks", *deeply("triton")])
+@pytest.mark.parametrize("backend", ["blocks", "reference", *deeply("triton")])
 def test_nan_outside_of_a_mask_stays_there(backend):
     """Of the function, and of its derivative, beyond the rows, too."""
 
@@ -415,9 +444,9 @@ def test_nan_outside_of_a_mask_stays_there(backend):
 def test_rows_on_several_devices(method):
     """Positions and captured arrays are those of all rows."""
     arrays = [jnp.tile(x[:1, :32], (1, 1, N // x.shape[2], 1)) for x in ARRAYS]
-    make, captured = SCORES["table"]
+    table = SCORES["table"][0](TABLE)
     options = {
-        "score_mod": lambda s, *at: make(*captured)(s, *at) + KEYS[at[0], at[3]],
+        "score_mod": lambda s, *at: table(s, *at) + KEYS[at[0], at[3]],
         "mask_mod": MASKS["times"],
         "implementation": "xla",
         "precision": "highest",

@@ -128,3 +128,13 @@ def test_what_words_say_of_a_mask(columns, axes):
     assert np.any(exact) and np.any(~expected.some.value)
     assert np.all(found.all.value <= expected.all.value)
     np.testing.assert_array_equal(found.all.value[..., :-1, :-1], exact[..., :-1, :-1])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_diagonals_of_threads(transposed):
+    """From those of its first element a thread knows those of all others."""
+    rows, columns = np.indices((64, 128))
+    found = dealt(columns - rows if transposed else rows - columns, PRODUCT)
+    for n in range(found.shape[1]):
+        own = pairwise.diagonals_of_thread(n % 2 - n // 2, transposed=transposed)
+        np.testing.assert_array_equal(found[:, n], found[:, 0, :1] + np.array(own))

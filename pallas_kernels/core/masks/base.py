@@ -195,6 +195,11 @@ class Atom(abc.ABC):
         """Itself, without lists of blocks that it holds: what kernels evaluate."""
         return self
 
+    def by_sides(self, tiling: Tiling) -> Atom:
+        """Itself, with arrays of what queries or keys alone decide (`Named` fields)."""
+        del tiling
+        return self
+
     def block_list(self, looped: str, tiling: Tiling) -> BlockList | None:
         """The list of blocks that it holds for a kernel with these blocks, or None.
 
@@ -247,6 +252,9 @@ class _Combined(Atom):
 
     def with_pairs(self, convert: Callable[[Named], Atom]) -> Atom:
         return type(self)(*(atom.with_pairs(convert) for atom in self._atoms))
+
+    def by_sides(self, tiling: Tiling) -> Atom:
+        return type(self)(*(atom.by_sides(tiling) for atom in self._atoms))
 
     @abc.abstractmethod
     def _of_ranges(self, first: Range, second: Range, size: int) -> Range: ...

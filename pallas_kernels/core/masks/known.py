@@ -15,19 +15,13 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks.base import Atom
 from pallas_kernels.core.masks.segments import SegmentIds
 from pallas_kernels.core.masks.window import Window
+from pallas_kernels.core.pointwise.parts import Part, made_by, parts_of
 from pallas_kernels.core.pointwise.program import Argument, Constant, Program, Step
 
 # a < b says of integers that a + 1 <= b; b > a says the same.
 _STRICT = ("lt", "gt")
 _REVERSED = ("ge", "gt")
 _NEGATED = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
-
-
-class Part(NamedTuple):
-    """One of the conditions whose AND is the function: a value, or its negation."""
-
-    value: Argument
-    is_negated: bool
 
 
 class Split(NamedTuple):
@@ -54,7 +48,7 @@ def split(
     """
     atoms: list[Atom] = []
     others: list[Part] = []
-    for part in _parts(program, Part(program.outputs[0], False)):
+    for part in parts_of(program):
         atom = _window(program, part)
         if atom is None:
             atom = _segments(program, part, arrays, are_shared)
@@ -77,30 +71,6 @@ def _one_window(atoms: Sequence[Atom]) -> list[Atom]:
         rights = [x.right for x in windows if x.right is not None]
         found.insert(0, Window(min(lefts, default=None), min(rights, default=None)))
     return found
-
-
-def _step(program: Program, value: Argument) -> Step | None:
-    """The step that makes a value; None of inputs and constants."""
-    first = len(program.inputs)
-    if isinstance(value, Constant) or value < first:
-        return None
-    return program.steps[value - first]
-
-
-def _made_by(program: Program, value: Argument, *names: str) -> Step | None:
-    """The step that makes a value, if it has one of these names."""
-    step = _step(program, value)
-    return step if step is not None and step.name in names else None
-
-
-def _parts(program: Program, part: Part) -> list[Part]:
-    if step := _made_by(program, part.value, "not"):
-        return _parts(program, Part(step.args[0], not part.is_negated))
-    joins = "or" if part.is_negated else "and"
-    if step := _made_by(program, part.value, joins):
-        sides = (Part(x, part.is_negated) for x in step.args)
-        return [found for side in sides for found in _parts(program, side)]
-    return [part]
 
 
 def _all_of(program: Program, parts: Sequence[Part]) -> Program:
@@ -137,7 +107,7 @@ def _linear(program: Program, value: Argument) -> _Linear | None:
         name = program.inputs[value]
         known = name in ("q", "kv")
         return _Linear(int(name == "q"), int(name == "kv"), 0) if known else None
-    step = _made_by(program, value, "add", "sub", "neg")
+    step = made_by(program, value, "add", "sub", "neg")
     if step is None or step.dtype != "int32":
         return None
     if step.name == "neg":
@@ -153,13 +123,13 @@ def _sum(a: _Linear | None, b: _Linear | None, factor: int) -> _Linear | None:
 
 def _window(program: Program, part: Part) -> Window | None:
     """A comparison of the distance between query and key with a number."""
-    step = _made_by(program, part.value, *_NEGATED)
+    step = made_by(program, part.value, *_NEGATED)
     if step is None:
         return None
     name = _NEGATED[step.name] if part.is_negated else step.name
     low, high = reversed(step.args) if name in _REVERSED else step.args
     more = int(name in _STRICT)
-    inside = _made_by(program, low, "abs")
+    inside = made_by(program, low, "abs")
     if inside is not None:
         width = _linear(program, high)
         if width is None or _distance(_linear(program, inside.args[0])) != 0:
@@ -190,10 +160,10 @@ def _segments(
     program: Program, part: Part, arrays: Sequence[Named], are_shared: Callable
 ) -> SegmentIds | None:
     """Equal elements of an array by queries and one by keys."""
-    step = _made_by(program, part.value, "ne" if part.is_negated else "eq")
+    step = made_by(program, part.value, "ne" if part.is_negated else "eq")
     if step is None:
         return None
-    reads = [_made_by(program, x, "read") for x in step.args]
+    reads = [made_by(program, x, "read") for x in step.args]
     numbers = [x.params[0] for x in reads if x is not None and not x.args]
     if len(numbers) < 2:
         return None

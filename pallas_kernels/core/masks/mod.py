@@ -14,9 +14,10 @@ from pallas_kernels.core.masks.arrays import ArrayMask
 from pallas_kernels.core.masks.base import mask_dataclass, named_map
 from pallas_kernels.core.masks.relation import Relation, Tiling, blocked, reduced
 from pallas_kernels.core.masks.traits import ALL, Traits
-from pallas_kernels.core.pointwise import Program, intervals
+from pallas_kernels.core.pointwise import INDICES, Program, intervals
 from pallas_kernels.core.pointwise.runs import keeps_runs
-from pallas_kernels.core.positions import Positions
+from pallas_kernels.core.pointwise.sides import split
+from pallas_kernels.core.positions import AT_THEIR_NUMBERS, Positions
 from pallas_kernels.core.ranges import divide
 
 
@@ -72,21 +73,43 @@ class MaskMod(ArrayMask):
         del positions, kv_size  # as for masks by positions: callers keep keys finite
 
     def keep(self, q, kv, q_pos, kv_pos):
-        inputs = [self.entry, self.head, q_pos, kv_pos]
+        inputs = [self.entry, self.head, q_pos, kv_pos, None]  # masks ask no distance
         (found,) = self.program.on_blocks(inputs, self._values())
         shape = np.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
         return jnp.broadcast_to(found, shape)
+
+    def by_sides(self, tiling: Tiling) -> MaskMod:
+        others = jax.tree.leaves((self.entry, self.head, tiling.positions))
+        axes = batch_axes([x for x in others if isinstance(x, Named)])
+        offset, query, key = named_map(lambda x: x.to((*axes, "t")), tiling.positions)
+        rows, keys = (jnp.arange(n, dtype=jnp.int32) for n in tiling.sizes)
+        rows = divide(rows, tiling.repeat) if tiling.repeat > 1 else rows
+        places = ((query.at(rows) + offset, "t"), (key.at(keys), "s"))
+        q, kv = (
+            Named.broadcast(x, (*axes, name) if x.ndim > 1 else (name,))
+            for x, name in places
+        )
+        own = self.entry, self.head, q, kv
+        inputs = {str(name): x for name, x in zip(INDICES, own, strict=True)}
+        known = {}
+        if tiling.positions == AT_THEIR_NUMBERS:
+            counts = tiling.q_size // tiling.repeat, tiling.kv_size
+            known = {x: (0, n - 1) for x, n in zip(("q", "kv"), counts, strict=True)}
+        program, arrays = split(self.program, self._named_values(), inputs, known)
+        return dataclasses.replace(self, arrays=tuple(arrays), program=program)
 
     def _values(self) -> list:
         """The arrays, with floats in place of their bits."""
         steps = zip(self.arrays, self.program.reads, strict=True)
         return [_of_bits(x, step.dtype) for x, step in steps]
 
+    def _named_values(self) -> list[Named]:
+        """The same of fields that are `Named`."""
+        steps = zip(self.arrays, self.program.reads, strict=True)
+        return [Named(_of_bits(x.value, step.dtype), x.axes) for x, step in steps]
+
     def block_relation(self, tiling: Tiling) -> Relation:
-        values = [
-            Named(_of_bits(x.value, step.dtype), x.axes)
-            for x, step in zip(self.arrays, self.program.reads, strict=True)
-        ]
+        values = self._named_values()
         others = jax.tree.leaves((self.entry, self.head, tiling.positions))
         named = [*values, *(x for x in others if isinstance(x, Named))]
         axes = batch_axes(named)
@@ -98,6 +121,7 @@ class MaskMod(ArrayMask):
                 for x in (self.entry, self.head)
             ),
             *_positions(tiling, axes),
+            None,
         ]
         reads = [_ends(x.squeezed(), tiling.blocks, axes) for x in values]
         (found,) = intervals.run(self.program, inputs, reads)

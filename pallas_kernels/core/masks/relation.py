@@ -39,6 +39,11 @@ class Tiling:
         return -(-self.q_size // self.block_q), -(-self.kv_size // self.block_kv)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """All rows of queries and of keys."""
+        return self.q_size, self.kv_size
+
+    @property
     def blocks(self) -> dict[str, int]:
         return {"t": self.block_q, "s": self.block_kv}
 

@@ -1,8 +1,15 @@
 """Functions of one pair: traced to steps, run on blocks, on intervals, derived."""
 
 from pallas_kernels.core.pointwise import intervals, tables
-from pallas_kernels.core.pointwise.binding import Bound, Place, bind, of_bound
+from pallas_kernels.core.pointwise.binding import (
+    Bound,
+    Place,
+    Positions,
+    bind,
+    of_bound,
+)
 from pallas_kernels.core.pointwise.program import (
+    DISTANCE,
     FLOAT_REMAINDERS,
     INDICES,
     OPERATIONS,
@@ -15,6 +22,7 @@ from pallas_kernels.core.pointwise.trace import Traced, float_reads, trace
 from pallas_kernels.core.pointwise.walk import NotPointwise
 
 __all__ = [
+    "DISTANCE",
     "FLOAT_REMAINDERS",
     "INDICES",
     "OPERATIONS",
@@ -23,6 +31,7 @@ __all__ = [
     "Bound",
     "NotPointwise",
     "Place",
+    "Positions",
     "Program",
     "Traced",
     "bind",

@@ -1,16 +1,32 @@
-"""Reads of a traced program, bound to operands: by named axes, or as tables."""
+"""Reads of a traced program, bound to operands.
+
+What an index says decides how an array is read. In the order in which they are tried:
+
+| each index is | the operand is |
+| --- | --- |
+| b, h, q or kv | the array, with named axes |
+| computed of b, h and one of q and kv | what is found for all rows, or all keys |
+| computed of b, h and q - kv | what is found for all distances (`tables.Distances`) |
+| computed of q and kv, of few pairs | what is found for all, if it has a gradient |
+| any other | a table, which programs read at the places that they compute |
+
+XLA finds it before the kernel; gradients go the same way back (`tables.read`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.core.axes import Named, whole_axis
+from pallas_kernels.core.axes import Named, is_whole, whole_axis
+from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.pointwise.program import (
+    DISTANCE,
     Argument,
     Constant,
     Program,
@@ -20,6 +36,9 @@ from pallas_kernels.core.pointwise.program import (
     renumbered,
 )
 from pallas_kernels.core.pointwise.trace import Traced
+
+# Windows of an image and the like: an array of all of them is small.
+FEW_PAIRS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +57,30 @@ class Place:
     own: Callable[[jax.Array, int], jax.Array | None]
 
 
+class Positions(NamedTuple):
+    """What the indices of a function may be, in a call.
+
+    Attributes:
+      places: of `INDICES`.
+      pairs: of the keys, for arrays that q indexes too.
+      distances: all that are between a query and a key, along `t`, as int32.
+      zero: the place among them of rows with the same number.
+      count: how many pairs there are of a head, if one device has them all.
+    """
+
+    places: Mapping[str, Place]
+    pairs: Place
+    distances: Named
+    zero: int
+    count: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """A program whose reads take operands.
 
     Attributes:
-      program: a read has no index, or one, of a table.
+      program: a read has no index, or one, of a table. Its last input is `DISTANCE`.
       arrays: what reads take.
       reads: which of the reads of the traced program each array is.
     """
@@ -53,23 +90,19 @@ class Bound:
     reads: tuple[int, ...]
 
 
-def bind(traced: Traced, places: Mapping[str, Place], pairs: Place, *, fixed: bool):
+def bind(traced: Traced, positions: Positions, *, fixed: bool) -> Bound:
     """Binds the reads of a program.
-
-    An array is read by named axes if each index is b, h, q or kv. One whose indices are
-    computed without either q or kv is read beforehand, if it has no gradient. All other
-    reads are of tables.
 
     Args:
       traced: of the function.
-      places: of `INDICES`.
-      pairs: of the keys, for arrays that q indexes too.
+      positions: of the call.
       fixed: whether captured arrays have no gradients.
     """
     program = traced.program
-    reads = _Reads(traced, places, pairs, fixed)
-    first = len(program.inputs)
-    new: dict[int, int] = {i: i for i in range(first)}
+    reads = _Reads(traced, positions, fixed)
+    distance = len(program.inputs)
+    first = distance + 1
+    new: dict[int, int] = {i: i for i in range(distance)}
     steps: list[Step] = []
     arrays: list[Named] = []
 
@@ -80,19 +113,23 @@ def bind(traced: Traced, places: Mapping[str, Place], pairs: Place, *, fixed: bo
     for number, step in enumerate(program.steps):
         args = renumbered(step.args, new)
         if step.primitive is None:
-            found, tabled = reads.operand(step)
+            found, tabled, zero = reads.operand(step)
             index = (_flat(tabled, args, reads.shape(step), add),) if tabled else ()
-            step = Step(None, (len(arrays),), index, step.dtype)
+            params: tuple[int, ...] = (len(arrays),)
+            if zero is not None:
+                index, params = (distance,), (*params, zero)
+            step = Step(None, params, index, step.dtype)
             arrays.append(found)
         else:
             step = step._replace(args=args)
-        new[first + number] = add(step)
+        new[distance + number] = add(step)
     outputs = renumbered(program.outputs, new)
-    bound, kept = compact(Program(program.inputs, tuple(steps), outputs))
+    inputs = (*program.inputs, DISTANCE)
+    bound, kept = compact(Program(inputs, tuple(steps), outputs))
     return Bound(bound, tuple(arrays[i] for i in kept), tuple(kept))
 
 
-def _flat(tabled: list[int], args, shape, add: Callable) -> Argument:
+def _flat(tabled: Sequence[int], args, shape, add: Callable) -> Argument:
     """The steps that make one index of those of several axes, each clamped."""
     flat: Argument | None = None
     int32 = jnp.dtype(jnp.int32)
@@ -114,12 +151,26 @@ def _flat(tabled: list[int], args, shape, add: Callable) -> Argument:
     return flat
 
 
+class _Operand(NamedTuple):
+    """What a read takes.
+
+    Attributes:
+      array: the operand.
+      tabled: the axes of the captured array that it reads at a computed index.
+      zero: of an array of distances, the place of distance 0; else None.
+    """
+
+    array: Named
+    tabled: Sequence[int] = ()
+    zero: int | None = None
+
+
 class _Reads:
     """Makes the operand of each read."""
 
-    def __init__(self, traced: Traced, places, pairs: Place, fixed: bool):
-        self._traced, self._program = traced, traced.program
-        self._places, self._pairs, self._fixed = places, pairs, fixed
+    def __init__(self, traced: Traced, positions: Positions, fixed: bool):
+        self._traced, self._program, self._fixed = traced, traced.program, fixed
+        self._positions = positions
 
     def _array(self, step: Step) -> jax.Array:
         return jnp.asarray(self._traced.captured[step.params[0]])
@@ -135,8 +186,8 @@ class _Reads:
             for x in step.args
         ]
 
-    def operand(self, step: Step) -> tuple[Named, list[int]]:
-        """What a read takes, and the axes that it reads at a computed index."""
+    def operand(self, step: Step) -> _Operand:
+        """What a read takes."""
         array, names = self._array(step), self._names(step)
         kept = [i for i, x in enumerate(step.args) if not isinstance(x, Constant)]
         for axis in reversed(range(array.ndim)):
@@ -148,12 +199,7 @@ class _Reads:
         if None not in names and len(set(names)) == len(names):
             found = self._by_name(array, names)
             if found is not None:
-                return Named(*found), []
-        live = only_live(self._program, step.args)
-        depends = frozenset().union(*live.depends())
-        has_gradient = not self._fixed and jnp.issubdtype(array.dtype, jnp.floating)
-        if not {"q", "kv"} <= depends and not has_gradient:
-            return self._gathered(step, live, depends), []
+                return _Operand(Named(*found))
         lead = [
             i for i, x in enumerate(names) if x in ("b", "h") and x not in names[:i]
         ]
@@ -163,9 +209,25 @@ class _Reads:
         found = self._by_name(array, [names[i] for i in lead])
         assert found is not None
         array, axes = found
-        return Named(array, (*axes, whole_axis(array.shape[-1]))), [
-            kept[i] for i in rest
-        ]
+        table = Named(array, (*axes, whole_axis(array.shape[-1])))
+        return self._of_table(step, table, [kept[i] for i in rest])
+
+    def _of_table(self, step: Step, table: Named, tabled: list[int]) -> _Operand:
+        """A table, or what is found in it beforehand."""
+        live = only_live(self._program, [step.args[i] for i in tabled])
+        depends, positions = frozenset().union(*live.depends()), self._positions
+        own = {x: positions.places[x].numbers for x in live.inputs if x in depends}
+        if not {"q", "kv"} <= depends:
+            return _Operand(self._found(step, table, tabled, live, own))
+        if not self._fixed and _is_of_distance(live):
+            own |= {"q": positions.distances, "kv": Named(jnp.int32(0), ())}
+            found = self._found(step, table, tabled, live, own)
+            name = whole_axis(positions.distances.shape[-1])
+            return _Operand(found.renamed("t", name), zero=positions.zero)
+        has_gradient = not self._fixed and jnp.issubdtype(table.dtype, jnp.floating)
+        if has_gradient and positions.count and positions.count <= FEW_PAIRS:
+            return _Operand(self._found(step, table, tabled, live, own))
+        return _Operand(table, tabled)
 
     def _by_name(self, array: jax.Array, names: Sequence):
         """An array whose first indices are these inputs, each once; their axes' names.
@@ -175,28 +237,53 @@ class _Reads:
         axes: tuple[str, ...] = ()
         is_pair = {"q", "kv"} <= set(names)
         for axis, name in reversed(list(enumerate(names))):
-            place = self._pairs if name == "kv" and is_pair else self._places[name]
+            place = self._positions.places[name]
+            place = self._positions.pairs if name == "kv" and is_pair else place
             found = place.own(array, axis)
             if found is None:
                 return None
             array, axes = found, (*place.axes, *axes)
         return array, axes
 
-    def _gathered(self, step: Step, live: Program, depends: frozenset[str]) -> Named:
-        """What is read, for all of the rows and heads on which the indices depend."""
-        own = {x: self._places[x].numbers for x in live.inputs if x in depends}
-        axes = tuple(dict.fromkeys(a for x in own.values() for a in x.axes))
-        axes = tuple(a for a in axes if a not in ("t", "s")) + tuple(
-            a for a in axes if a in ("t", "s")
-        )
+    def _found(
+        self,
+        step: Step,
+        table: Named,
+        tabled: list[int],
+        live: Program,
+        own: Mapping[str, Named],
+    ) -> Named:
+        """What is read, for all of the rows and heads on which the indices depend.
+
+        Args:
+          tabled: the axes of the array that the table joins.
+          live: the program of their indices.
+          own: its inputs.
+        """
+        names = (a for x in (table, *own.values()) for a in x.axes if not is_whole(a))
+        names = tuple(dict.fromkeys(names))
+        rows = tuple(a for a in ("t", "s") if a in names)
+        axes = (*(a for a in names if a not in rows), *rows)
         inputs = [own[x].to(axes) if x in own else None for x in live.inputs]
 
         def read(step: Step, index: list):
             return self._array(step).at[tuple(index)].get(mode="clip")
 
+        flat = jnp.zeros([1] * len(axes), jnp.int32)
         index = live.run(inputs, read, lambda step, args: step.bound(*args))
-        found = self._array(step).at[tuple(index)].get(mode="clip")
-        return Named.broadcast(found, axes)
+        for place, axis in zip(index, tabled, strict=True):
+            size = self.shape(step)[axis]
+            flat = flat * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
+        return Named.broadcast(tables.read(table.to(axes), flat), axes)
+
+
+def _is_of_distance(program: Program) -> bool:
+    """Whether a program asks for q and kv only in the difference of the two."""
+    rows = {program.inputs.index(name) for name in ("q", "kv")}
+    differs = (x for x in program.steps if x.name == "sub" and {*x.args} == rows)
+    others = {*program.steps} - {*differs}
+    taken = {x for step in others for x in step.args} | {*program.outputs}
+    return not rows & taken
 
 
 def of_bound(derivative: Program, bound: Bound, traced: Traced, floats: Sequence[int]):

@@ -131,6 +131,10 @@ class Build(Walk):
                 found = self.emit(lax.mul_p, {}, [found, x], dtype)
                 found = self.emit(lax.add_p, {}, [found, coefficient], dtype)
             return found
+        if name == "div" and jnp.issubdtype(dtype, jnp.floating):
+            inverse = _inverse(args[1], dtype)
+            if inverse is not None:
+                return self.emit(lax.mul_p, {}, [x, inverse], dtype)
         if name == "integer_pow" and params["y"] < 0:
             power = self.emit(lax.integer_pow_p, {"y": -params["y"]}, args, dtype)
             one = Constant.of(np.asarray(1, dtype))
@@ -190,3 +194,12 @@ class Build(Walk):
         divisor = Constant.of(divisor.value.astype(aval.dtype))
         primitive = lax.div_p if called == "floor_divide" else lax.rem_p
         return [self.emit(primitive, {}, [args[0], divisor], aval.dtype)]
+
+
+def _inverse(x: Argument, dtype) -> Constant | None:
+    """1 / x of a constant whose inverse is a normal number, as XLA has it, too."""
+    if not isinstance(x, Constant) or x.value == 0:
+        return None
+    found = np.asarray(1 / x.value, dtype)
+    is_normal = jnp.finfo(dtype).tiny <= abs(float(found)) < np.inf
+    return Constant.of(found) if is_normal else None

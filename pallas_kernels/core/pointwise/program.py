@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.core.pointwise.tables import take
+from pallas_kernels.core.pointwise.tables import Distances, take
 
 # What a function is of: entry of the batch, query head, positions of query and key.
 INDICES = ("b", "h", "q", "kv")
 SCORE = "score"
+# An input of programs that are bound: the `tables.Distances` of the pairs.
+DISTANCE = "distance"
 
 _NAMES = (
     "abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt "
@@ -32,7 +34,7 @@ _NAMES = (
 )
 POINTWISE = frozenset(_NAMES.split())  # of JAX's primitives
 FLOAT_REMAINDERS = "rem of floats"
-# Of programs that read no tables.
+# Without `TABLES`.
 OPERATIONS = POINTWISE | {"read", FLOAT_REMAINDERS}
 # Of finite numbers these give finite numbers (products of two unknown ones may not).
 _TOTAL = (
@@ -69,7 +71,8 @@ class Step(NamedTuple):
 
     Attributes:
       primitive: of JAX; None for a read.
-      params: of the primitive; of a read, the number of the array.
+      params: of the primitive; of a read, the number of the array, and where the index
+        is a distance, the place of distance 0.
       args: numbers of values, and constants. Those of a read are indices.
       dtype: of the result.
     """
@@ -133,20 +136,30 @@ class Program:
             values.append(found(step, args))
         return [of(x) for x in self.outputs]
 
-    def on_blocks(self, inputs: Sequence, arrays: Sequence) -> list[jax.Array]:
+    def on_blocks(
+        self, inputs: Sequence, arrays: Sequence, tanh: Callable | None = None
+    ) -> list[jax.Array]:
         """The outputs for blocks, or whole arrays, that broadcast with each other.
 
         Args:
           inputs: of the program.
           arrays: what reads take: blocks, or tables whose last axis is read at the
             index that the program computed.
+          tanh: a backend's own, of blocks of float32; None for JAX's.
         """
 
         def read(step: Step, index: list):
             found = arrays[step.params[0]]
-            return as_dtype(take(found, index[0]) if index else found, step.dtype)
+            found = take(found, _place(step, index[0])) if index else found
+            return as_dtype(found, step.dtype)
 
-        return self.run(inputs, read, lambda step, args: step.bound(*args))
+        def rule(step: Step, args: list):
+            is_block = len(np.shape(args[0])) > 1 and 1 not in np.shape(args[0])[-2:]
+            if is_block and tanh and (step.name, step.dtype) == ("tanh", "float32"):
+                return tanh(args[0])
+            return step.bound(*args)
+
+        return self.run(inputs, read, rule)
 
     def found(self, inputs: Sequence, arrays: Sequence) -> list[jax.Array]:
         """What each read finds, as `on_blocks` does."""
@@ -162,11 +175,16 @@ class Program:
 
     def places(self, number: int, inputs: Sequence, arrays: Sequence):
         """Which elements of a table the pairs of a block read; None of no table."""
-        index = self.reads[number].args
-        if not index:
+        step = self.reads[number]
+        if not step.args:
             return None
-        (found,) = only_live(self, index).on_blocks(inputs, arrays)
-        return found
+        (found,) = only_live(self, step.args).on_blocks(inputs, arrays)
+        return _place(step, found)
+
+    def zero(self, number: int) -> int | None:
+        """Of an array of distances, the place of 0; None of any other."""
+        params = self.reads[number].params
+        return params[1] if len(params) > 1 else None
 
     def depends(self, reads: Sequence[frozenset[str]] = ()) -> list[frozenset[str]]:
         """The names of the inputs on which each output depends.
@@ -210,7 +228,9 @@ class Program:
         for step, x in zip(self.reads, arrays, strict=True):
             along = ", ".join(map(str, x.axes[: len(x.axes) - len(step.args)]))
             kind = f"a table of {x.shape[-1]}" if step.args else "an array"
-            found.append(f"{kind} along {along}" if along else kind)
+            if len(step.params) > 1:
+                kind = "an array of all distances q - kv, made before the kernels,"
+            found.append(f"{kind} along {along}" if along else kind.rstrip(","))
         return ", ".join(found)
 
     @property
@@ -243,6 +263,11 @@ def _operations(step: Step) -> set[str]:
     if all(isinstance(x, Constant) for x in step.args):
         found.add(f"{step.name} of a constant")
     return found
+
+
+def _place(step: Step, index: Any) -> Any:
+    """Where a read finds its element, of an index or of distances."""
+    return index.plus(step.params[1]) if isinstance(index, Distances) else index
 
 
 def as_dtype(x, dtype: str):
@@ -284,7 +309,9 @@ def compact(program: Program) -> tuple[Program, list[int]]:
     kept = [step.params[0] for step in found.reads]
     order = {number: i for i, number in enumerate(kept)}
     steps = (
-        x._replace(params=(order[x.params[0]],)) if x.primitive is None else x
+        x._replace(params=(order[x.params[0]], *x.params[1:]))
+        if x.primitive is None
+        else x
         for x in found.steps
     )
     return dataclasses.replace(found, steps=tuple(steps)), kept

@@ -1,6 +1,17 @@
-"""Arrays that programs read at computed places, and their gradients."""
+"""Arrays that programs read at computed places, and their gradients.
+
+Where a place is computed of the distance between query and key alone, XLA reads the
+array for all distances before the kernel. A program reads the result at the distance
+of each pair (`Distances`): so it computes no place, its gradient is a sum along
+diagonals, and what is left is a gradient of a few thousand places (`read`).
+"""
 
 from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +19,62 @@ import numpy as np
 
 from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to
 
+# Elements of a table up to which a gradient takes no sorting.
+_FEW = 512
+# Beyond the distances between rows: the last block of a kernel may overhang them.
+OVERHANG = 256
 
-def take(table: jax.Array, index: jax.Array) -> jax.Array:
+
+@dataclasses.dataclass(frozen=True)
+class Distances:
+    """The number of the query less that of the key, of the pairs of a block.
+
+    Attributes:
+      first: that of the block's first query and first key, an int32 scalar, if both
+        rows follow one another from there; else None.
+      numbers: makes those of all pairs: int32, against the block.
+      order: the axes of the block.
+    """
+
+    first: Any
+    numbers: Callable[[], jax.Array]
+    order: tuple[str, str]
+
+    def plus(self, number: int) -> Distances:
+        """The places of an array of distances, of which this one is 0."""
+        first = None if self.first is None else self.first + number
+        return Distances(first, lambda: self.numbers() + number, self.order)
+
+
+class Table(abc.ABC):
+    """An array that a kernel reads from memory at computed places."""
+
+    @abc.abstractmethod
+    def at(self, places: jax.Array | Distances) -> jax.Array:
+        """The elements of its whole axis at int32 places, which it has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken(Table):
+    """A table of which what a block of pairs reads has been loaded."""
+
+    block: jax.Array
+
+    def at(self, places: jax.Array | Distances) -> jax.Array:
+        del places
+        return self.block
+
+
+def take(table: Any, index: Any) -> jax.Array:
     """The elements of the last axis at `index`, which is clamped.
 
     Args:
-      table: [*axes, size].
-      index: int32, broadcasts against `axes`.
+      table: [*axes, size], or a `Table`.
+      index: int32, broadcasts against `axes`; or `Distances`.
     """
+    if isinstance(table, Table):
+        return table.at(index)
+    index = index.numbers() if isinstance(index, Distances) else index
     lead = table.shape[:-1]
 
     def along(axis: int) -> jax.Array:
@@ -23,6 +82,97 @@ def take(table: jax.Array, index: jax.Array) -> jax.Array:
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
     return table.at[(*map(along, range(len(lead))), index)].get(mode="clip")
+
+
+@jax.custom_jvp
+def read(table: jax.Array, index: jax.Array) -> jax.Array:
+    """As `take`, with a gradient that is summed in one order.
+
+    Args:
+      table: [*axes, size].
+      index: int32, with as many axes as `axes`, each of them or the table's may be 1.
+    """
+    return take(table, index)
+
+
+@read.defjvp
+def _(primals, tangents):
+    table, index = primals
+    found = take(table, index)
+    *lead, size = table.shape
+    if size <= _FEW:  # for each element a sum over all places
+        is_there = index[..., None] == jnp.arange(size, dtype=index.dtype)
+        tangent = jnp.sum(jnp.where(is_there, tangents[0], 0), axis=-1)
+        return found, jnp.broadcast_to(tangent, found.shape)
+    kept = [i for i, n in enumerate(lead) if n > 1]
+    others = [i for i, n in enumerate(lead) if n == 1]
+
+    def rows(x: jax.Array) -> jax.Array:
+        x = jnp.transpose(x, (*kept, *others))
+        return x.reshape(*x.shape[: len(kept)], -1)
+
+    def summed(x: jax.Array) -> jax.Array:
+        shape = [index.shape[i] if i in kept else n for i, n in enumerate(x.shape)]
+        places = jnp.broadcast_to(index, shape)
+        return summed_by_place(rows(x), rows(places), size).reshape(table.shape)
+
+    # Its transpose: that of a gather would add in any order on a GPU.
+    struct = jax.ShapeDtypeStruct(found.shape, found.dtype)
+    (tangent,) = jax.linear_transpose(summed, struct)(tangents[0])
+    return found, tangent
+
+
+def of_distances(x: Named, first: jax.Array, axes: Axes) -> jax.Array:
+    """What pairs add to the gradient of an array of distances.
+
+    Args:
+      x: of each pair of a block, with axes `t` and `s`.
+      first: the place of its first query and first key (`Distances.first`).
+      axes: of the array, one of them whole.
+
+    Returns:
+      As `gradient`.
+    """
+    (whole,) = (a for a in axes if is_whole(a))
+    lead = tuple(a for a in axes if a != whole)
+    found = diagonals(summed_to(x, (*lead, "t", "s")))
+    t, s = (x.shape[x.axes.index(name)] for name in ("t", "s"))
+    edge, size = t + s, int(str(whole)[1:])  # blocks may overhang the array
+    zeros = jnp.zeros((*found.shape[:-1], size + 2 * edge), found.dtype)
+    start = first - (s - 1) + edge
+    found = jax.lax.dynamic_update_slice_in_dim(zeros, found, start, -1)
+    found = jax.lax.slice_in_dim(found, edge, edge + size, axis=-1)
+    return Named(found, (*lead, whole)).to(axes)
+
+
+def diagonals(x: jax.Array) -> jax.Array:
+    """Sums of [.., t, s] along diagonals: [.., t + s - 1], from the last column on."""
+    *lead, t, s = x.shape
+    # Row i of a matrix with one column more begins one place later in the flat one.
+    x = jnp.pad(x[..., ::-1], [(0, 0)] * (len(lead) + 1) + [(0, t)])
+    x = x.reshape(*lead, -1)[..., : t * (t + s - 1)]
+    return jnp.sum(x.reshape(*lead, t, t + s - 1), axis=-2)
+
+
+def of_tiles(tiles: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Sums along the diagonals of a whole matrix, from those of diagonals of tiles.
+
+    Args:
+      tiles: [.., diagonals, b, b], from the one of the first queries and last keys on.
+      start: the place among the sums of the last key beside the first query.
+      size: of the result.
+
+    Returns:
+      [.., size]; 0 where there is no pair.
+    """
+    *lead, count, rows, _ = tiles.shape
+    none = [(0, 0)] * len(lead)
+    sums = jnp.pad(diagonals(tiles), [*none, (0, 0), (0, 1)])
+    lower, upper = sums[..., :rows], sums[..., rows:]
+    sums = jnp.pad(lower, [*none, (0, 1), (0, 0)])
+    sums += jnp.pad(upper, [*none, (1, 0), (0, 0)])
+    sums = jnp.pad(sums.reshape(*lead, (count + 1) * rows), [*none, (size, size)])
+    return jax.lax.dynamic_slice_in_dim(sums, size - start, size, -1)
 
 
 def gradient(x: Named, places: Named, axes: Axes) -> jax.Array:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.pointwise.tables import Distances
 
 Kept = Literal["nothing", "argument", "result"]
 
@@ -59,14 +60,18 @@ class Setting(NamedTuple):
       place: where the pairs lie; None where no term asks for distances.
       positions: makes the positions of queries and of keys, int32, against the block;
         for terms that are absolute.
+      distances: makes what `tables.take` takes of the pairs, for these terms, too.
       tanh: the backend's hyperbolic tangent.
+      kept: which pairs masks keep, where JAX differentiates the terms; else None.
       is_separable: whether the parts of a sum may be left to a row (`Scores.row`).
     """
 
     place: PairPositions | None
     positions: Callable[[], tuple[jax.Array, jax.Array]] | None = None
+    distances: Callable[[], Distances] | None = None
     tanh: Callable = jnp.tanh
     is_separable: bool = False
+    kept: jax.Array | None = None
 
     @property
     def distance(self) -> jax.Array:
@@ -159,7 +164,7 @@ class Term(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no gradient of {name}")
 
-    def places(self, name: str, setting: Setting) -> jax.Array | None:
+    def places(self, name: str, setting: Setting) -> jax.Array | Distances | None:
         """Which element of an operand each pair reads, where it is a table.
 
         Args:
@@ -167,10 +172,20 @@ class Term(abc.ABC):
           setting: as for `apply`.
 
         Returns:
-          int32 places along its whole axis (`axes.whole_axis`), against the block; None
-          of an operand that stands against the block itself.
+          int32 places along its whole axis (`axes.whole_axis`), against the block, or
+          distances; None of an operand that stands against the block itself.
         """
         del name, setting
+        return None
+
+    def at(self, distances: Callable[[], Distances]) -> Term:
+        """With what it reads at the distances of a block loaded (`tables.Taken`)."""
+        del distances
+        return self
+
+    def zero(self, name: str) -> int | None:
+        """The place of distance 0 of an operand that is read at distances; or None."""
+        del name
         return None
 
     @abc.abstractmethod

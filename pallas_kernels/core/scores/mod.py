@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.core.flash2 import Scores
-from pallas_kernels.core.pointwise import SCORE, Program, float_reads
+from pallas_kernels.core.pointwise import DISTANCE, SCORE, Program, float_reads
+from pallas_kernels.core.pointwise.tables import Distances, Taken, take
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
 
 
@@ -50,7 +53,8 @@ class ScoreMod(Term):
 
     @functools.cached_property
     def _is_positional(self) -> bool:
-        return self.program.asks("q", "kv") or self.derivative.asks("q", "kv")
+        asked = self.program.asks("q", "kv", DISTANCE)
+        return asked or self.derivative.asks("q", "kv")
 
     @property
     def kept(self):
@@ -90,9 +94,27 @@ class ScoreMod(Term):
             positions = setting.positions()
         return [score, self.entry, self.head, *positions]
 
+    def _bound_inputs(self, score, setting: Setting) -> list:
+        """Those of the program, whose reads may ask for distances."""
+        distances = None
+        if self.program.asks(DISTANCE):
+            assert setting.distances is not None
+            distances = setting.distances()
+        return [*self._inputs(score, setting), distances]
+
     def apply(self, scores: Scores, setting: Setting) -> Scores:
         x = scores.value
-        (found,) = self.program.on_blocks(self._inputs(x, setting), self.arrays)
+        inputs, arrays = self._bound_inputs(x, setting), self.arrays
+        if setting.kept is not None:
+            steps = self.program.reads
+            own = [y for y, step in zip(arrays, steps, strict=True) if not step.args]
+            shape = np.broadcast_shapes(*map(np.shape, (x, setting.kept, *own)))
+            inputs = [_of_kept(y, setting.kept, shape) for y in inputs]
+            arrays = [
+                y if step.args else _of_kept(y, setting.kept, shape)
+                for y, step in zip(arrays, steps, strict=True)
+            ]
+        (found,) = self.program.on_blocks(inputs, arrays, setting.tanh)
         # An array may be mapped (`jax.vmap`) where the product is not.
         shape = np.broadcast_shapes(x.shape, np.shape(found))
         found = jnp.broadcast_to(found, shape)
@@ -103,10 +125,13 @@ class ScoreMod(Term):
         del shape  # what the function gives is a mask already
 
     def _derivatives(self, kept: Scores | None, setting: Setting) -> list:
-        inputs = self._inputs(None if kept is None else kept.value, setting)
-        reads = self.program.found(inputs, self.arrays) if self._reads_again else ()
+        score = None if kept is None else kept.value
+        inputs, reads = self._inputs(score, setting), []
+        if self._reads_again:
+            bound = self._bound_inputs(score, setting)
+            reads = self.program.found(bound, self.arrays)
         inputs += reads if reads else [None] * len(self.arrays)
-        return self.derivative.on_blocks(inputs, ())
+        return self.derivative.on_blocks(inputs, (), setting.tanh)
 
     @functools.cached_property
     def _reads_again(self) -> bool:
@@ -120,8 +145,25 @@ class ScoreMod(Term):
         return _product(ds, self._derivatives(kept, setting)[number])
 
     def places(self, name: str, setting: Setting):
-        number = self._floats[list(self.operands).index(name)]
-        return self.program.places(number, self._inputs(None, setting), self.arrays)
+        inputs = self._bound_inputs(None, setting)
+        return self.program.places(self._number(name), inputs, self.arrays)
+
+    def at(self, distances: Callable[[], Distances]) -> ScoreMod:
+        if not self.program.asks(DISTANCE):
+            return self
+        found, arrays = distances(), list(self.arrays)
+        for i, x in enumerate(arrays):
+            zero = self.program.zero(i)
+            if zero is not None:
+                arrays[i] = Taken(take(x, found.plus(zero)))
+        return dataclasses.replace(self, arrays=tuple(arrays))
+
+    def zero(self, name: str) -> int | None:
+        return self.program.zero(self._number(name))
+
+    def _number(self, name: str) -> int:
+        """Of a read."""
+        return self._floats[list(self.operands).index(name)]
 
     def push(self, ds, tangents, kept, setting):
         by_score, *by_operand = self._derivatives(kept, setting)
@@ -130,6 +172,21 @@ class ScoreMod(Term):
             if name in tangents:
                 found = found + _product(tangents[name], slope)
         return found
+
+
+def _of_kept(x: Any, kept: jax.Array, shape: tuple[int, ...]) -> Any:
+    """An argument of all pairs, with that of a kept pair for each that is not kept.
+
+    JAX's derivative of a function may be NaN where a mask drops the pair, and NaN times
+    a cotangent of 0 is NaN.
+    """
+    if x is None:
+        return None
+    if isinstance(x, Distances):
+        numbers = _of_kept(x.numbers(), kept, shape)
+        return Distances(None, lambda: numbers, x.order)
+    whole, kept = (jnp.broadcast_to(y, shape) for y in (x, kept))
+    return jnp.where(kept, whole, whole.reshape(-1)[jnp.argmax(kept)])
 
 
 def _product(ds: jax.Array, slope) -> jax.Array:

@@ -9,13 +9,14 @@ Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.flash2 import Scores
+from pallas_kernels.core.pointwise.tables import Distances, Table
 from pallas_kernels.core.scores.base import Setting, Term
 
 _TINY = 2.0**-40
@@ -51,6 +52,21 @@ class Score:
     def pair_operands(self) -> dict[str, Any]:
         """Those with an element for each pair (fields have names of axes)."""
         return {n: x for n, x in self.operands.items() if {"t", "s"} <= set(x.axes)}
+
+    def zero(self, name: str) -> int | None:
+        """Of an operand that is read at distances, the place of 0 (`Term.zero`)."""
+        found = (x.zero(name) for x in self.terms if name in x.operands)
+        return next(found, None)
+
+    def at(self, distances: Callable[[], Distances]) -> Score:
+        """With what terms read at the distances of a block loaded."""
+        terms = tuple(term.at(distances) for term in self.terms)
+        return dataclasses.replace(self, terms=terms)
+
+    @property
+    def reads_distances(self) -> bool:
+        """Whether some operand is read at distances."""
+        return any(self.zero(name) is not None for name in self.operands)
 
     @property
     def is_positional(self) -> bool:
@@ -181,8 +197,10 @@ class Score:
         return self.scale if self.factor is None else self.scale * self.factor
 
 
-def _with_dtype(x: jax.Array, dtype) -> jax.Array:
+def _with_dtype(x: Any, dtype) -> Any:
     """An operand as scores are; numbers that are counted stay integers."""
+    if isinstance(x, Table):
+        return x
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -214,7 +232,7 @@ class Pulled(NamedTuple):
                 return term.pull_operand(name, ds, own, self.setting)
         raise KeyError(name)
 
-    def places(self, name: str) -> jax.Array | None:
+    def places(self, name: str) -> jax.Array | Distances | None:
         """Where in a table each pair adds that (`Term.places`)."""
         terms = (x for x in self.score.terms if name in x.operands)
         return next((x.places(name, self.setting) for x in terms), None)

@@ -21,6 +21,7 @@ from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
@@ -296,7 +297,12 @@ class Plan:
             retries=drops_keys + 1 - all_running,
             taken_tiles=0 if schedule.is_static else schedule.most_tiles,
         )
-        of_keys = any("s" in x.axes for x in jax.tree.leaves(spec))
+        has_list = isinstance(spec.table, BlockList)
+        may_drop_pairs = spec.has_mask_of_pairs or has_list
+        of_keys = sum("s" in x.axes for x in jax.tree.leaves(spec))
+        if has_list and of_keys > 1:  # registers do not hold that many meanwhile
+            of_keys = 0
+        of_keys += spec.score.reads_distances
         # All warpgroups of the thread block: the consumers and the producer.
         barriers = NamedBarriers(storage.consumers + 1)
         return cls(
@@ -305,12 +311,12 @@ class Plan:
             schedule,
             storage,
             all_running,
-            # Masks of pairs may mask some pairs of any block, so that all blocks would
-            # have a running maximum.
-            one_running=spec.has_mask_of_pairs and not all_running,
+            # Where masks may drop some pairs of any block, all of them would have a
+            # running maximum.
+            one_running=may_drop_pairs and not all_running,
             one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
-            loads_first=storage.pair_values is None and of_keys,
+            loads_first=storage.pair_values is None and of_keys > 0,
             ping_pong=barriers.ping_pong(storage.consumers),
             values_cleared=barriers.barrier(storage.consumers),
         )

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.masks import Tiling
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
@@ -84,7 +85,10 @@ class Inputs(NamedTuple):
 
     def with_visits(self, layout: memory.TileGrid) -> Inputs:
         visits = visits_of(self.spec, layout)
-        return self._replace(spec=self.spec.without_lists(), visits=visits)
+        size, rows = layout.size, layout.rows
+        sizes = rows["t"], rows["s"], size["t"], size["s"]
+        tiling = Tiling(*sizes, self.spec.positions)
+        return self._replace(spec=self.spec.for_pairs(tiling), visits=visits)
 
 
 @dataclasses.dataclass(frozen=True)
