@@ -194,9 +194,8 @@ def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | d
     """Of a platform's backends from `name` on, or why none of them makes a pass."""
     after = list(BACKENDS)[list(BACKENDS).index(name) + 1 :]
     platform = BACKENDS[name].platform
-    others = [x for x in after if x in unnamed() and BACKENDS[x].platform == platform]
-    others = [name, *others]
-    passed_over = {}
+    same = (x for x in after if x in unnamed() and BACKENDS[x].platform == platform)
+    others, passed_over = [name, *same], {}
     for i, x in enumerate(others if platform else [name]):
         own = plan(x, call, pass_)
         if isinstance(own, Declined):

@@ -96,6 +96,7 @@ CORE = (  # of the folder, likewise
     "dropout",
     "masks",
     "pages",
+    "quantise",
     "spec",
     "exact",
     "clear",

@@ -20,8 +20,7 @@ from pallas_kernels import device, program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.lists import Visited
-from pallas_kernels.core.lists import BlockList
+from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
