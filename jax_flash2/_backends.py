@@ -201,8 +201,8 @@ def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | d
         if isinstance(own, Declined):
             passed_over[x] = own.reason
             if own.to_loops:
-                loops = of_tangents()
-                return Made(loops, cast(Plan, plan(loops, call, pass_)), passed_over)
+                own = cast(Plan, plan(of_tangents(), call, pass_))
+                return Made(of_tangents(), own, passed_over)
             continue
         following = [] if is_named or not own.slower else others[i + 1 : i + 2]
         if any(not isinstance(plan(y, call, pass_), Declined) for y in following):
@@ -407,13 +407,12 @@ def _explained(implementation: str | None, call: Call) -> list[str]:
         chosen = _choice(implementation, call)
         lines.append(f"implementation: {chosen}{_marked(chosen)}")
         if not call.is_symbolic:
-            forward, backward = call.flops
-            of_products = f"{forward:.3g} FLOPs, of gradients {backward:.3g}"
-            lines.append(f"    products: {of_products}")
+            products = "{:.3g} FLOPs, of gradients {:.3g}".format(*call.flops)
+            lines.append(f"    products: {products}")
         if chosen in BACKENDS:
             is_named = implementation is not None
             found = served(chosen, call, is_named=is_named)
-            if call.spec.pages is None:
+            if call.has_gradients:
                 found["tangent"] = tangents(chosen, call, is_named=is_named)
             for pass_, made in found.items():
                 lines += [f"    {line}" for line in _words(pass_, made, call)]
