@@ -1,6 +1,6 @@
 """Blocks of the kernel of tangents, from those of `dq`, which has the same loop.
 
-They are compiled, not timed (benchmarks/lab/106-tangents-as-a-kernel.md).
+Compiled; few were timed (benchmarks/lab/106-tangents-as-a-kernel.md).
 """
 
 from __future__ import annotations
