@@ -33,15 +33,15 @@ ARGUMENTS += ("_block_mask", "_make_block_mask", "_plot")  # which draws masks
 ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
-    "dropout": (r"dropout|drops_by_sign", 18, 36),
-    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 9, 58),
+    "dropout": (r"dropout|drops_by_sign", 19, 37),
+    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 11, 61),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),
     "lengths": (r"length|(kv|q)_limit", 10, 21),
     "ALiBi": (r"slopes|alibi", 0, 0),
     "soft cap": (r"soft_?cap", 0, 0),
-    "sinks": (r"sink", 11, 77),
+    "sinks": (r"sink", 12, 78),
 }
 
 
