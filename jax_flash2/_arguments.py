@@ -141,7 +141,7 @@ class Arguments:
     @property
     def in_eight_bits(self) -> bool:
         """Whether products are of eight bits (of arguments that were checked)."""
-        return self.wants_fp8 or jnp.asarray(self.query).dtype == FP8
+        return self.wants_fp8 or unwrapped(self.query).dtype == FP8
 
     def _with_scales(self, shape: Shape, spec: AttentionSpec, dtype) -> AttentionSpec:
         """The spec with the scales of operands of eight bits."""

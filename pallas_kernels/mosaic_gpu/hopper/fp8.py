@@ -13,9 +13,9 @@ from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.scores import Score
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.hopper.fp8_bytes import DTYPE
-from pallas_kernels.mosaic_gpu.hopper.fp8_forward import Scales, unit_of
 from pallas_kernels.mosaic_gpu.hopper.fp8_forward import forward as kernel
 from pallas_kernels.mosaic_gpu.hopper.fp8_plan import ForwardPlan, with_sums
+from pallas_kernels.mosaic_gpu.hopper.fp8_program import Scales, unit_of
 
 # TMA copies rows of values in parts of so many bytes.
 _KEYS = 128

@@ -37,7 +37,7 @@ from pallas_kernels.mosaic_gpu import support
 
 DTYPE = jnp.float8_e4m3fn
 # The largest byte is that of 448, and whole numbers x lie 8 bytes apart from -7 on.
-_LARGEST, _STEP, _ZERO_EXPONENT = 126, 8, 7
+_LARGEST, _STEP, _LOWEST = 126, 8, 7
 # The mean of (1 + f) / 2**f for f from 0 to 1.
 SURPLUS = 0.5 / math.log(2.0) ** 2
 
@@ -82,7 +82,7 @@ def by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
     )
     part = _STEP / _LARGEST
     return _in_words(x.shape, text, with_line=True)(
-        x, unit * part, (shift + _ZERO_EXPONENT) * part
+        x, unit * part, (shift + _LOWEST) * part
     )
 
 

@@ -1,0 +1,73 @@
+"""Faults of attention in eight bits: see `tests.mutants`."""
+
+from __future__ import annotations
+
+from tests.faults.kernels import of
+
+CALLS = "tests/api/test_fp8.py"
+QUANTISED = f"{CALLS} -k 'softmax_does_not_see or errors_of_quantising'"
+KERNEL = "tests/mosaic_gpu/test_fp8.py"
+SHARP = f"{KERNEL} -m '' -k sharp"
+
+MUTANTS = [
+    *of(
+        "pallas_kernels/core/quantise.py",
+        (
+            "the mean key stays in the keys",
+            "mean = keys.mean(k) if is_additive and spec.sink is None else None",
+            "mean = None",
+            f"{CALLS} -k channels",
+        ),
+        (
+            "padding counts for the mean",
+            "cls(None if kept is ones else kept, count)",
+            "cls(None, count)",
+            f"{CALLS} -k padded",
+        ),
+        (
+            "Hadamard matrices without their signs",
+            "signs[:, None] * hadamard",
+            "hadamard",
+            f"{CALLS} -k rotations",
+        ),
+    ),
+    *of(
+        "jax_flash2/_fp8.py",
+        (
+            "the log-sum-exp without the mean key",
+            "if found.to_lse is not None:",
+            "if found.to_lse is None:",
+            QUANTISED,
+        ),
+        (
+            "derivatives of rounded numbers",
+            "call = _without_derivatives(call)",
+            "call = dataclasses.replace(call)",
+            f"{CALLS} -k derivatives",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/fp8_loop.py",
+        (
+            "probabilities that were cut are stored",
+            "good = ((peak < LARGEST)",
+            "good = ((peak < 2 * self.plan.block_kv * LARGEST)",
+            SHARP,
+        ),
+        (
+            "sums stay in the accumulator and are counted again",
+            "acc[...] = fp8_bytes.cleared(values, self.plan.head)",
+            "acc[...] = values",
+            f"{KERNEL} -m '' -k plain_and_sharp",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/fp8.py",
+        (
+            "values with their keys in order",
+            "jnp.swapaxes(x.reshape(*lead, rows, -1, 2, 4), -2, -1)",
+            "x.reshape(*lead, rows, -1, 2, 4)",
+            f"{KERNEL} -k order_of_keys",
+        ),
+    ),
+]
