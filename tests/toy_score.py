@@ -22,6 +22,7 @@ class Gain(Term):
         is_absolute=False,
         may_mask=False,
         keeps_lowest=False,  # the square of -inf is inf
+        is_additive=False,
         is_heavy=False,
         maximum_may_grow=False,
     )

@@ -27,7 +27,8 @@ ALL = {"t": Numbering(), "s": Numbering()}
 
 def kept(seed, t, s, *, start=(0, 0), order=("t", "s"), threshold=HALF, numberings=ALL):
     seed = tuple(map(jnp.uint32, seed))
-    return np.asarray(_kept(seed, start, numberings, (t, s), order, threshold))
+    size = int(t), int(s)
+    return np.asarray(_kept(seed, start, numberings, size, order, threshold))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))

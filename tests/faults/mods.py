@@ -67,7 +67,7 @@ MUTANTS = [
             "any function of both positions is one of their distance",
             "return not rows & taken",
             "return True",
-            "tests/kernels/test_mods.py -k 'places_of_pairs'",
+            "tests/kernels/test_tables.py -k places_of_pairs",
         ),
         (
             "distances of rows begin at 0",

@@ -146,7 +146,7 @@ MUTANTS = [
             "blocks at the edges of a window first",
             "self.needed.in_order(self.blocks",
             "self.needed.at(self.blocks",
-            "tests/mosaic_gpu/test_visits.py -k do_not_wait",
+            "tests/mosaic_gpu/test_turns.py -k do_not_wait",
         ),
         (
             "with a window, some heads of a block twice",

@@ -12,7 +12,8 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from tests.core.test_lists import listed
 from tests.mosaic import with_numbers
-from tests.mosaic_gpu.test_visits import check_order, dense, times
+from tests.mosaic_gpu.test_turns import times
+from tests.mosaic_gpu.test_visits import check_order, dense
 from tests.tiers import deep
 
 

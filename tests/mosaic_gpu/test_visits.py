@@ -7,7 +7,6 @@ is done here for all programs, one after the other.
 import collections
 import dataclasses
 import functools
-import heapq
 import itertools
 
 import jax
@@ -213,71 +212,6 @@ def _check_order_here(size, spec, launch):
     said = blocks_of_keys_met(spec, layout.size, layout.rows, visits_of(spec, layout))
     said = np.broadcast_to(said.to((*BATCH, "t")), met.shape)
     np.testing.assert_array_equal(said, met)
-
-
-def _time(visits: list[list[int]], multiprocessors: int) -> tuple[float, float]:
-    """How long programs take that visit these blocks, and how long they must.
-
-    A tile takes 1, and to add it 0.65, after the one before it in turn. A program
-    computes two tiles ahead.
-    """
-    turn = collections.defaultdict(list)
-    added: dict[tuple[int, int], float] = {}
-    free = [0.0] * multiprocessors
-    for number, blocks in enumerate(visits):
-        now, own = heapq.heappop(free), []
-        for i, block in enumerate(blocks):
-            now = max(now, own[i - 2] if i >= 2 else 0.0) + 1
-            before = [added[x, block] for x in turn[block][-1:]]
-            own.append(max([now, *before, *own[-1:]]) + 0.65)
-            added[number, block] = own[-1]
-            turn[block].append(number)
-        heapq.heappush(free, max([now, *own[-1:]]))
-    work = sum(map(len, visits)) / multiprocessors
-    return max(free), max(work, *map(len, visits))
-
-
-LONG_CALLS = {
-    "causal": (Window(None, 0),),
-    "window": (Window(150, 0),),
-    "two_sided": (Window(100, 100),),
-    "lengths": (Window(None, 0), Lengths(*[Named(np.int32([450, 250]), ("b0",))] * 2)),
-}
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("name", LONG_CALLS)
-@pytest.mark.parametrize("count", [32, *deeply(8, 128)])
-def test_programs_do_not_wait_for_the_end_of_others(
-    name, heads, count, multiprocessors
-):
-    multiprocessors(count)
-    n, k = heads
-    size = {"t": 512, "s": 512, "n": n, "k": k}
-    spec = AttentionSpec(Score(1.0), LONG_CALLS[name])
-    taken, least = times(size, spec, count)
-    assert taken < 1.3 * least
-
-
-def times(size, spec: AttentionSpec, multiprocessors: int) -> tuple[float, float]:
-    """`_time` of the programs of a call with blocks of 16 queries and 32 keys."""
-    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
-    layout = memory.TileGrid.of("dkv", operands(size, spec), launch, by_block=True)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        tiles_of = programs(spec, layout, jnp.asarray)
-        group = size["n"] // size["k"]
-        most = jnp.arange(group * size["t"] // 16, dtype=jnp.int32)
-
-        @jax.jit
-        @jax.vmap
-        def all_of(number):
-            tiles = tiles_of(number)
-            number_of = jax.vmap(lambda tile: tiles.number(tiles.place(tile)))
-            return number_of(most), tiles.count
-
-        found = jax.device_get(all_of(jnp.arange(layout.tiles)))
-    visits = [blocks[:own].tolist() for blocks, own in zip(*found, strict=True)]
-    return _time(visits, multiprocessors)
 
 
 def test_axes_that_ranges_do_not_depend_on():
