@@ -50,8 +50,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/fp8_loop.py",
         (
             "probabilities that were cut are stored",
-            "good = ((peak < LARGEST)",
-            "good = ((peak < 2 * self.plan.block_kv * LARGEST)",
+            "good = (peak < LARGEST)",
+            "good = (peak < 2 * self.plan.block_kv * LARGEST)",
             SHARP,
         ),
         (

@@ -14,8 +14,8 @@ product has been waited for.
 float are an exponent and a mantissa: read as an integer, those of e4m3 are 8 * (x + 7)
 where x is whole, and linear in between, where 2**x lies up to 6 % below them. That is
 one addition, a clamp and a rounding to an integer (Schraudolph, "A Fast, Compact
-Approximation of the Exponential Function", 1999, in fewer bits). The mean surplus,
-`SURPLUS`, is in the sums of rows, too, and cancels in the output.
+Approximation of the Exponential Function", 1999, in fewer bits). It starts lower by the
+mean surplus of that line, `_SURPLUS`, so that sums of many are right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPE = jnp.float8_e4m3fn
 # The largest byte is that of 448, and whole numbers x lie 8 bytes apart from -7 on.
 _LARGEST, _STEP, _LOWEST = 126, 8, 7
 # The mean of (1 + f) / 2**f for f from 0 to 1.
-SURPLUS = 0.5 / math.log(2.0) ** 2
+_SURPLUS = 0.5 / math.log(2.0) ** 2
 
 _PRODUCT, _LEFT, _SCALAR = (
     plgpu.Layout.WGMMA,
@@ -80,9 +80,9 @@ def by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
         + " ".join(lines)
         + " prmt.b32 $0, b0, b1, 0x0040; prmt.b32 $1, b2, b3, 0x0040; }"
     )
-    part = _STEP / _LARGEST
+    part, low = _STEP / _LARGEST, _LOWEST - math.log2(_SURPLUS)
     return _in_words(x.shape, text, with_line=True)(
-        x, unit * part, (shift + _LOWEST) * part
+        x, unit * part, (shift + low) * part
     )
 
 

@@ -201,8 +201,8 @@ def attend(
     )
     shape = ROWS, plan.storage.value_rows
     accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-    m, sums, values = pl.run_scoped(loop.run, accumulator)
-    good = loop.is_right(m, sums, start)
+    rows, peak, values = pl.run_scoped(loop.run, accumulator)
+    good = loop.is_right(rows, peak, start)
     if all_running:
         good &= has(unfinished, slot)
     else:
@@ -210,7 +210,7 @@ def attend(
         unfinished |= bad << slot
         if plan.schedule.is_static:
             wary = jnp.maximum(wary - 1, _WARY * bad)
-    pl.when(good)(functools.partial(loop.store, m, sums, values))
+    pl.when(good)(functools.partial(loop.store, rows, values))
     return first + tile.count, unfinished, wary
 
 

@@ -289,12 +289,3 @@ class Plan:
     def sums(self) -> bool:
         """Whether the product with values makes the sums of probabilities."""
         return with_sums(self.head)
-
-    @property
-    def room(self) -> int:
-        """log2 of a probability at the fixed maximum.
-
-        Those of larger scores have what is left up to `LARGEST`. A block of equal
-        scores has a sum below that.
-        """
-        return math.floor(math.log2(LARGEST / self.block_kv))
