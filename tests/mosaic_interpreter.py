@@ -126,8 +126,8 @@ def _joined(p: jax.Array) -> jax.Array:
     return jnp.swapaxes(groups, 2, 3).reshape(p.shape)
 
 
-def _cleared(sums: jax.Array, first: int) -> jax.Array:
-    return jnp.where(jnp.arange(sums.shape[1]) < first, sums, 0.0)
+def _cleared(sums: jax.Array, after: jax.Array) -> jax.Array:
+    return sums.at[:, -after.shape[1] :].set(0.0 * after)
 
 
 class _Semaphores:

@@ -31,7 +31,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic_gpu import support
 
@@ -176,20 +176,28 @@ def _asm(text: str, words: int, operands: Sequence[Any]) -> ir.Value:
     return utils.vector_concat(parts)
 
 
-def cleared(sums: jax.Array, first: int) -> jax.Array:
-    """Sums of a product, float32, with 0 in the columns from `first` on."""
+def cleared(sums: jax.Array, after: jax.Array) -> jax.Array:
+    """Sums of a product, float32, with 0 in the last eight columns.
+
+    ptxas puts all products of a loop in sequence (C7511) if it can read the old number
+    of a column after the new one is written. So the zeros are made of what was read.
+
+    Args:
+      sums: [rows, columns].
+      after: [rows, 8], finite, of the columns' old numbers.
+    """
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_PRODUCT)
 
-    @support.inline_mgpu(arg_types=(_PRODUCT,), return_type=result)
-    def clear(_, sums):
+    @support.inline_mgpu(arg_types=(_PRODUCT, _PRODUCT), return_type=result)
+    def clear(_, sums, after):
         registers = sums.registers.copy()
         zero = utils.c(0.0, ir.F32Type.get())
-        nothing = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
-        for index in np.ndindex(registers.shape):
-            if index[1] >= first // support.COLUMNS:
-                registers[index] = nothing
+        zero = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
+        for index in np.ndindex(after.registers.shape):
+            own = (index[0], registers.shape[1] - 1, *index[2:])
+            registers[own] = arith.mulf(after.registers[index], zero)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=_PRODUCT.to_mgpu(), _is_signed=None
         )
 
-    return clear(sums)
+    return clear(sums, after)

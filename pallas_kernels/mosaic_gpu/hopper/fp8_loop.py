@@ -160,8 +160,11 @@ class KeyLoop:
         if part is None:
             values = acc[...]
             part = values[:, self.plan.head :] * self._is_fixed(i - 1)
-            acc[...] = fp8_bytes.cleared(values, self.plan.head)
-        return sums.added(part), fp8_bytes.joined(words)
+            sums = sums.added(part)
+            acc[...] = fp8_bytes.cleared(values, sums.total)
+        else:
+            sums = sums.added(part)
+        return sums, fp8_bytes.joined(words)
 
     def _is_fixed(self, i) -> jax.Array:
         """1.0 if block i has a fixed base: no other sum of its probabilities, or 0.0."""
