@@ -42,6 +42,7 @@ def results(call) -> list[np.ndarray]:
 CASES = {
     "causal_and_sharp": (64, 8.0, {"is_causal": True}),
     "plain_and_sharp": (128, 8.0, {}),
+    "plain": (64, 1.0, {}),
     "no_sums": (256, 8.0, {"is_causal": True}),
     "lengths": (128, 1.0, {}),
     "window": (64, 1.0, {"is_causal": True, "local_window_size": (70, 0)}),

@@ -37,9 +37,11 @@ from pallas_kernels.mosaic_gpu import support
 
 DTYPE = jnp.float8_e4m3fn
 # The largest byte is that of 448, and whole numbers x lie 8 bytes apart from -7 on.
-_LARGEST, _STEP, _LOWEST = 126, 8, 7
+_LARGEST, _STEP = 126, 8
 # The mean of (1 + f) / 2**f for f from 0 to 1.
 _SURPLUS = 0.5 / math.log(2.0) ** 2
+# 2**x has byte 0 from x = -LOW on.
+LOW = 7.0 - math.log2(_SURPLUS)
 
 _PRODUCT, _LEFT, _SCALAR = (
     plgpu.Layout.WGMMA,
@@ -80,9 +82,9 @@ def by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
         + " ".join(lines)
         + " prmt.b32 $0, b0, b1, 0x0040; prmt.b32 $1, b2, b3, 0x0040; }"
     )
-    part, low = _STEP / _LARGEST, _LOWEST - math.log2(_SURPLUS)
+    part = _STEP / _LARGEST
     return _in_words(x.shape, text, with_line=True)(
-        x, unit * part, (shift + low) * part
+        x, unit * part, (shift + LOW) * part
     )
 
 
