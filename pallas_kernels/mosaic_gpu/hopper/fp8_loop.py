@@ -167,7 +167,7 @@ class KeyLoop:
         return sums, fp8_bytes.joined(words)
 
     def _is_fixed(self, i) -> jax.Array:
-        """1.0 if block i has a fixed base: no other sum of its probabilities, or 0.0."""
+        """1.0 if block i has a fixed base, so that nothing has summed it; or 0.0."""
         return jnp.where(i >= self.first + self.running, 1.0, 0.0)
 
     def _along(self, x: jax.Array, columns: int) -> jax.Array:
@@ -216,10 +216,11 @@ class KeyLoop:
           The words, `Rows` with this block, and what sums of values are multiplied by.
         """
         base = jnp.max(x, axis=-1) * self.unit - _ROOM
+        alpha = jnp.float32(1.0)
         if before is not None:
             base = jnp.maximum(base, before.base)
         p = jnp.exp2(x * self.unit - self._along(finite(base), self.plan.block_kv))
-        total, alpha = jnp.sum(p, axis=-1), None
+        total = jnp.sum(p, axis=-1)
         if before is not None:
             alpha = jnp.exp2(before.base - finite(base))
             total = total + before.total * alpha
@@ -229,7 +230,7 @@ class KeyLoop:
             part = jnp.minimum(most / total, 1.0)
             p = p * self._along(part, self.plan.block_kv)
             base, total = base - jnp.log(part) * LOG2_E, total * part
-            alpha = None if alpha is None else alpha * part
+            alpha = alpha * part
         return fp8_bytes.rounded(p), Rows(base, total), alpha
 
     def _fixed_words(self, x: jax.Array, base: jax.Array):

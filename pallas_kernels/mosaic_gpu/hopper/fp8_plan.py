@@ -8,7 +8,6 @@ ones: the product then makes the sums of probabilities, too.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
