@@ -293,8 +293,12 @@ def attention(
     of a thousand is ten times larger, or some elements of all keys or values share an
     offset: the mean key and the mean value are taken out, and a Hadamard matrix rotates
     queries and keys, which no softmax sees (without these, up to 10 % and more). Scores
-    s get an error of 4 % of their spread, so sharp softmaxes suffer most, and the
-    log-sum-exp one of that and 0.06. Inputs that are float8_e4m3fn are taken as they
+    s get an error of 4 % of their spread, so sharp softmaxes suffer most. The kernel
+    for Hopper adds up to 0.03 to the log-sum-exp of normal inputs, and 0.15 at most
+    where
+    all scores of a row are alike or most keys have small probabilities; keys whose
+    probability is below 2**-18 of the largest one, or at most a sixteenth of a row in
+    all, may not count. Inputs that are float8_e4m3fn are taken as they
     are. Then Hopper's tensor cores, which add products of eight bits with 14 bits, lose
     up to a tenth of a mean that values have, at 8,192 keys: take it out before you
     quantise, and add it to the output. The kernel for Hopper has masks of all kinds but

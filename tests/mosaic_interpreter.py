@@ -114,7 +114,7 @@ def _rounded(p: jax.Array) -> jax.Array:
 
 
 def _by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
-    z = jnp.clip((x * unit + shift + 7) * (8 / 126), 0.0, 1.0)
+    z = jnp.clip((x * unit + shift + fp8_bytes.LOW) * (8 / 126), 0.0, 1.0)
     z = jnp.where(jnp.isnan(x), 0.0, z)
     byte = jnp.round(126 * z).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, fp8_bytes.DTYPE)
@@ -126,8 +126,8 @@ def _joined(p: jax.Array) -> jax.Array:
     return jnp.swapaxes(groups, 2, 3).reshape(p.shape)
 
 
-def _cleared(sums: jax.Array, first: int) -> jax.Array:
-    return jnp.where(jnp.arange(sums.shape[1]) < first, sums, 0.0)
+def _cleared(sums: jax.Array, after: jax.Array) -> jax.Array:
+    return sums.at[:, -after.shape[1] :].set(0.0 * after)
 
 
 class _Semaphores:

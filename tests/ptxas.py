@@ -6,7 +6,7 @@
     python -m tests.ptxas ampere 12.0      those of kernels that run only by name
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
-ptxas says of products: C7510, C7512, C7513, C7514 and C7520 that it put them in
+ptxas says of products: C7510 to C7513, C7514 and C7520 that it put them in
 sequence, C7517 that it waits for one too early. Needs the wheels jax-cuda13-plugin and
 jax-cuda13-pjrt, a C compiler, and ptxas on the PATH. The compiler asks the driver for
 the kind of GPU: a library of a few lines answers in its place.
@@ -52,7 +52,7 @@ ANSWER(cuModuleGetFunction, (void **f, void *m, const char *n), *f = (void *)1)
 ANSWER(cuFuncSetAttribute, (void *f, int a, int v), )
 ANSWER(cuGetErrorString, (int e, const char **s), *s = "none")
 """
-IN_SEQUENCE = ("C7510", "C7512", "C7513", "C7514", "C7517", "C7520")
+IN_SEQUENCE = ("C7510", "C7511", "C7512", "C7513", "C7514", "C7517", "C7520")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,15 +50,27 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/fp8_loop.py",
         (
             "probabilities that were cut are stored",
-            "good = ((peak < LARGEST)",
-            "good = ((peak < 2 * self.plan.block_kv * LARGEST)",
+            "good = (peak < LARGEST)",
+            "good = (peak < 2 * self.plan.block_kv * LARGEST)",
             SHARP,
         ),
         (
+            "rows that lie below the range of bytes are stored",
+            "& (rows.total >= keys * _FEWEST)",
+            "& (rows.total > 0.0)",
+            f"{KERNEL} -m '' -k one_large",
+        ),
+        (
+            "sums of blocks with running maxima are counted twice",
+            "part = values[:, self.plan.head :] * self._is_fixed(i - 1)",
+            "part = values[:, self.plan.head :]",
+            f"{KERNEL} -m '' -k 'interpreted and plain'",
+        ),
+        (
             "sums stay in the accumulator and are counted again",
-            "acc[...] = fp8_bytes.cleared(values, self.plan.head)",
+            "acc[...] = fp8_bytes.cleared(values, sums.total)",
             "acc[...] = values",
-            f"{KERNEL} -m '' -k plain_and_sharp",
+            f"{KERNEL} -m '' -k 'interpreted and plain'",
         ),
     ),
     *of(

@@ -42,10 +42,12 @@ def results(call) -> list[np.ndarray]:
 CASES = {
     "causal_and_sharp": (64, 8.0, {"is_causal": True}),
     "plain_and_sharp": (128, 8.0, {}),
+    "plain": (64, 1.0, {}),
     "no_sums": (256, 8.0, {"is_causal": True}),
     "lengths": (128, 1.0, {}),
     "window": (64, 1.0, {"is_causal": True, "local_window_size": (70, 0)}),
     "segments": (256, 1.0, {}),
+    "one_large_score": (128, 1.0, {}),
 }
 
 
@@ -55,7 +57,7 @@ def test_interpreted(name, monkeypatch):
     """Against plain JAX on the same operands; all passes, and values of NaN."""
     mosaic_interpreter.install(monkeypatch, races=name == "lengths")
     h, factor, arguments = CASES[name]
-    t, s = 330, 300
+    t, s = {"plain": (70, 512), "one_large_score": (70, 1152)}.get(name, (330, 300))
     if name == "lengths":
         arguments = {
             "query_seq_lengths": jnp.int32([200]),
@@ -68,6 +70,11 @@ def test_interpreted(name, monkeypatch):
     q, k, v = draw(0, 1, t, 2, h), draw(1, 1, s, 1, h), draw(2, 1, s, 1, h)
     if name == "lengths":
         k, v = (x.at[:, 170:].set(jnp.nan) for x in (k, v))
+    if name == "one_large_score":
+        # 10 more than others: these are 7 % of a sum, and below the range of bytes
+        # beside a fixed base that the first block decides.
+        signs = jnp.sign(draw(3, h))
+        q, k = q + 2 * signs, k.at[:, 3].set(5 * signs * h**-0.5)
     call = _api.given(q * factor, k, v, precision="fp8", **arguments).checked()
     call = _fp8.in_eight_bits(call)
     out, lse = results(call)
@@ -75,7 +82,7 @@ def test_interpreted(name, monkeypatch):
     assert error(out, exact) < KERNELS
     finite = np.isfinite(of_rows)
     np.testing.assert_array_equal(np.isfinite(lse), finite)
-    np.testing.assert_allclose(lse[finite], of_rows[finite], atol=0.08)
+    np.testing.assert_allclose(lse[finite], of_rows[finite], atol=0.02)
     assert name != "lengths" or not mosaic_interpreter.found_races()
 
 

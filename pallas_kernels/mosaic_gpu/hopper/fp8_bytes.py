@@ -14,8 +14,8 @@ product has been waited for.
 float are an exponent and a mantissa: read as an integer, those of e4m3 are 8 * (x + 7)
 where x is whole, and linear in between, where 2**x lies up to 6 % below them. That is
 one addition, a clamp and a rounding to an integer (Schraudolph, "A Fast, Compact
-Approximation of the Exponential Function", 1999, in fewer bits). The mean surplus,
-`SURPLUS`, is in the sums of rows, too, and cancels in the output.
+Approximation of the Exponential Function", 1999, in fewer bits). It starts lower by the
+mean surplus of that line, `_SURPLUS`, so that sums of many are right.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mosaic_gpu import support
 
 DTYPE = jnp.float8_e4m3fn
 # The largest byte is that of 448, and whole numbers x lie 8 bytes apart from -7 on.
-_LARGEST, _STEP, _LOWEST = 126, 8, 7
+_LARGEST, _STEP = 126, 8
 # The mean of (1 + f) / 2**f for f from 0 to 1.
-SURPLUS = 0.5 / math.log(2.0) ** 2
+_SURPLUS = 0.5 / math.log(2.0) ** 2
+# 2**x has byte 0 from x = -LOW on.
+LOW = 7.0 - math.log2(_SURPLUS)
 
 _PRODUCT, _LEFT, _SCALAR = (
     plgpu.Layout.WGMMA,
@@ -82,7 +84,7 @@ def by_bits(x: jax.Array, unit: jax.Array, shift: jax.Array) -> jax.Array:
     )
     part = _STEP / _LARGEST
     return _in_words(x.shape, text, with_line=True)(
-        x, unit * part, (shift + _LOWEST) * part
+        x, unit * part, (shift + LOW) * part
     )
 
 
@@ -176,20 +178,28 @@ def _asm(text: str, words: int, operands: Sequence[Any]) -> ir.Value:
     return utils.vector_concat(parts)
 
 
-def cleared(sums: jax.Array, first: int) -> jax.Array:
-    """Sums of a product, float32, with 0 in the columns from `first` on."""
+def cleared(sums: jax.Array, after: jax.Array) -> jax.Array:
+    """Sums of a product, float32, with 0 in the last eight columns.
+
+    ptxas puts all products of a loop in sequence (C7511) if it can read the old number
+    of a column after the new one is written. So the zeros are made of what was read.
+
+    Args:
+      sums: [rows, columns].
+      after: [rows, 8], finite, of the columns' old numbers.
+    """
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_PRODUCT)
 
-    @support.inline_mgpu(arg_types=(_PRODUCT,), return_type=result)
-    def clear(_, sums):
+    @support.inline_mgpu(arg_types=(_PRODUCT, _PRODUCT), return_type=result)
+    def clear(_, sums, after):
         registers = sums.registers.copy()
         zero = utils.c(0.0, ir.F32Type.get())
-        nothing = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
-        for index in np.ndindex(registers.shape):
-            if index[1] >= first // support.COLUMNS:
-                registers[index] = nothing
+        zero = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
+        for index in np.ndindex(after.registers.shape):
+            own = (index[0], registers.shape[1] - 1, *index[2:])
+            registers[own] = arith.mulf(after.registers[index], zero)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=_PRODUCT.to_mgpu(), _is_signed=None
         )
 
-    return clear(sums)
+    return clear(sums, after)

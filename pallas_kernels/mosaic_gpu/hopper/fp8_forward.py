@@ -7,16 +7,19 @@ passes go together, for queries, keys and values of float8_e4m3fn. What differs:
   with keys in the order in which threads have probabilities (`fp8_bytes`).
 - Scales are data, one for each batch entry and head: that of queries and keys is part
   of the exponent's unit, that of values is multiplied into the output.
-- Probabilities have a range of 2**15 alone. With the maximum fixed, that of the first
-  blocks, a probability is 2**room there (`Plan.room`). A larger one than `LARGEST` is
-  cut; the sum of its block tells (`Sums.peak`), and its tile goes through the second
-  pass, with running maxima, in which probabilities are up to 2**8. In the first pass
-  the edges and one more block have running maxima; and all blocks of the `_WARY` tiles
-  that follow such a tile, as others of the layer may be like it. (Not in a dynamic
-  schedule, where bits would depend on who took which tile.)
-- Sums of probabilities are those of the rounded numbers, so that what rounding adds to
-  all of them cancels. They come from the product with values, where a row of ones
-  follows these (`fp8_plan.with_sums`); else from additions.
+- Probabilities have a range of 2**15 alone: 2**(score - base), in units of log2, is
+  kept between 2**-7 and 448. The base is fixed after the edges and one more block (the
+  first one, if nothing is masked), where the mean probability is 1/2 at most. A larger
+  probability than `LARGEST` is cut; the sum of its block tells. A mean of all keys
+  below 1/8 says that many may be below the range. In both cases the tile goes through
+  the second pass, with running maxima, in which probabilities are up to 2**8. So have,
+  in the first pass, all blocks of the `_WARY` tiles that follow such a tile, as others
+  of the layer may be like it. (Not in a dynamic schedule, where bits would depend on
+  who took which tile.)
+- With running maxima, probabilities are exponentials that are rounded, and sums are
+  those of the exact ones. With a fixed base they are bits (`fp8_bytes`), and their sums
+  come from the product with values, where a row of ones follows these
+  (`fp8_plan.with_sums`); else they are exponentials, too.
 
 Hopper's tensor cores add products of eight bits with 13 bits after the leading one of
 the largest summand, the sum so far among them: what is smaller is cut (lab note 107).
@@ -201,8 +204,8 @@ def attend(
     )
     shape = ROWS, plan.storage.value_rows
     accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-    m, sums, values = pl.run_scoped(loop.run, accumulator)
-    good = loop.is_right(m, sums, start)
+    rows, peak, values = pl.run_scoped(loop.run, accumulator)
+    good = loop.is_right(rows, peak, start)
     if all_running:
         good &= has(unfinished, slot)
     else:
@@ -210,7 +213,7 @@ def attend(
         unfinished |= bad << slot
         if plan.schedule.is_static:
             wary = jnp.maximum(wary - 1, _WARY * bad)
-    pl.when(good)(functools.partial(loop.store, m, sums, values))
+    pl.when(good)(functools.partial(loop.store, rows, values))
     return first + tile.count, unfinished, wary
 
 

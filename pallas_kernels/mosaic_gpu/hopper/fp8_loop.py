@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.flash2 import LN_2, finite
+from pallas_kernels.core.flash2 import LN_2, LOG2_E, finite
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import support
 from pallas_kernels.mosaic_gpu.hopper import fp8_bytes
@@ -24,23 +24,46 @@ from pallas_kernels.program import Where
 from pallas_kernels.program import pairs as pairs_of_block
 
 # log2 of the probability of a running maximum.
-_RUNNING_ROOM = 8
+_ROOM = 8
+# The mean probability of the keys so far, at most, where a fixed base follows.
+_MEAN = 0.5
+# Bits of probabilities lose up to 2**-7 of each key. With a mean of so much, that is a
+# sixteenth of a row's sum at most.
+_FEWEST = 0.125
+
+
+class Rows(NamedTuple):
+    """What rows carry along the keys with running maxima, beside the sums of values.
+
+    Attributes:
+      base: log2 of the size of a score that has probability 1, [ROWS].
+      total: sums of probabilities, [ROWS].
+    """
+
+    base: jax.Array
+    total: jax.Array
 
 
 class Sums(NamedTuple):
-    """What rows carry along the keys, beside the sums of values and the maximum.
+    """What rows carry along the keys with a fixed base.
 
     Attributes:
       total: sums of probabilities, [ROWS], or parts of them, [ROWS, 8].
-      peak: the largest sum of a block with a fixed maximum, likewise.
+      peak: the largest sum of a block, likewise.
     """
 
     total: jax.Array
     peak: jax.Array
 
     def added(self, part: jax.Array) -> Sums:
-        """With those of one more block, whose maximum is fixed, or no larger."""
+        """With those of one more block."""
         return Sums(self.total + part, jnp.maximum(self.peak, part))
+
+    def of_rows(self) -> Sums:
+        """Both [ROWS]."""
+        if self.total.ndim == 1:
+            return self
+        return Sums(jnp.sum(self.total, axis=-1), jnp.max(self.peak, axis=-1))
 
 
 def wait_until_stored() -> None:
@@ -82,11 +105,6 @@ class KeyLoop:
     def plan(self) -> Plan:
         return self.program.plan
 
-    @property
-    def room(self) -> int:
-        """log2 of the probability at the maximum."""
-        return _RUNNING_ROOM if self.all_running else self.plan.room
-
     def run(self, acc):
         """Goes through the keys.
 
@@ -94,66 +112,63 @@ class KeyLoop:
           acc: where values, and sums of probabilities, are summed.
 
         Returns:
-          The maximum of each row, `Sums`, and the sums of values.
+          `Rows`, the largest sum of a block with a fixed base [ROWS], and the sums of
+          values.
         """
         first, head = self.first, self.plan.head
-        last = first + self.tile.count - 1
+        last, start = first + self.tile.count - 1, first + self.running
         x = self._masked(self._products(first), first)
-        m = jnp.max(x, axis=-1) * self.unit
-        words, part = self._probabilities(x, m)
-        part = self._nothing if part is None else part
-        state = m, part, fp8_bytes.joined(words)
+        words, rows, _ = self._running_words(x, first)
         step = functools.partial(self._running_step, acc)
-        m, total, p = lax.fori_loop(first + 1, first + self.running, step, state)
-        sums = Sums(total, jnp.zeros_like(total))
+        state = rows, fp8_bytes.joined(words)
+        rows, p = lax.fori_loop(first + 1, start, step, state)
+        nothing = jnp.zeros_like(rows.total)
+        if self.plan.sums:
+            nothing = jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
+        sums = Sums(nothing, nothing)
         if not self.all_running:
-            step = functools.partial(self._fixed_step, acc, m)
-            start = first + self.running
+            step = functools.partial(self._fixed_step, acc, rows.base)
             sums, p = lax.fori_loop(start, last + 1, step, (sums, p))
         self.queries_read()
         self._add_values(acc, last, p)
         self._finish_values(last)
         values = acc[...]
         if self.plan.sums:
-            sums, values = sums.added(values[:, head:]), values[:, :head]
-        return m, sums, values
-
-    @property
-    def _nothing(self) -> jax.Array:
-        return jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
+            sums = sums.added(values[:, head:] * self._is_fixed(last))
+            values = values[:, :head]
+        total, peak = sums.of_rows()
+        return Rows(rows.base, rows.total + total), peak, values
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
         i = support.opaque(i)
-        m, total, p = state
+        rows, p = state
         x = self._products(i, lambda: self._add_values(acc, i - 1, p))
-        x = self._masked(x, i)
-        largest = jnp.maximum(m, jnp.max(x, axis=-1) * self.unit)
-        alpha = jnp.exp2(m - finite(largest))
-        words, part = self._probabilities(x, largest)
+        words, rows, alpha = self._running_words(self._masked(x, i), i, rows)
         self._finish_values(i - 1)
         values = acc[...]
-        if part is None:
-            total = total + values[:, self.plan.head :]
-            total = total * self._along(alpha, support.COLUMNS)
-            values = fp8_bytes.cleared(values, self.plan.head)
-        else:
-            total = total * alpha + part
         acc[...] = values * self._along(alpha, values.shape[-1])
-        return largest, total, fp8_bytes.joined(words)
+        return rows, fp8_bytes.joined(words)
 
-    def _fixed_step(self, acc, m, i, state):
-        """Block i with a fixed maximum, and the values of the block before it."""
+    def _fixed_step(self, acc, base, i, state):
+        """Block i with a fixed base, and the values of the block before it."""
         i = support.opaque(i)
         sums, p = state
         x = self._products(i, lambda: self._add_values(acc, i - 1, p))
-        words, part = self._probabilities(x, m)
+        words, part = self._fixed_words(x, base)
         self._finish_values(i - 1)
         if part is None:
             values = acc[...]
-            part = values[:, self.plan.head :]
-            acc[...] = fp8_bytes.cleared(values, self.plan.head)
-        return sums.added(part), fp8_bytes.joined(words)
+            part = values[:, self.plan.head :] * self._is_fixed(i - 1)
+            sums = sums.added(part)
+            acc[...] = fp8_bytes.cleared(values, sums.total)
+        else:
+            sums = sums.added(part)
+        return sums, fp8_bytes.joined(words)
+
+    def _is_fixed(self, i) -> jax.Array:
+        """1.0 if block i has a fixed base, so that nothing has summed it; or 0.0."""
+        return jnp.where(i >= self.first + self.running, 1.0, 0.0)
 
     def _along(self, x: jax.Array, columns: int) -> jax.Array:
         return support.ARITHMETIC.along(x, -2, (ROWS, columns))
@@ -190,14 +205,37 @@ class KeyLoop:
         pairs = pairs_of_block(self.spec, where, ("t", "s"), True, self.plan.launch)
         return pairs.scores_of(x, self.program.q.dtype).x
 
-    def _probabilities(self, x: jax.Array, m: jax.Array):
-        """Words of a block, and sums of its rows where the product makes none.
+    def _running_words(self, x: jax.Array, i, before: Rows | None = None):
+        """Words of block i, exponentials that are rounded, with sums of the exact ones.
 
         Args:
-          x: of `_scores`.
-          m: the maximum of each row, in units of log2.
+          x: of `_masked`.
+          before: of the blocks before it, if there are any.
+
+        Returns:
+          The words, `Rows` with this block, and what sums of values are multiplied by.
         """
-        shift = self._along(self.room - finite(m), self.plan.block_kv)
+        base = jnp.max(x, axis=-1) * self.unit - _ROOM
+        alpha = jnp.float32(1.0)
+        if before is not None:
+            base = jnp.maximum(base, before.base)
+        p = jnp.exp2(x * self.unit - self._along(finite(base), self.plan.block_kv))
+        total = jnp.sum(p, axis=-1)
+        if before is not None:
+            alpha = jnp.exp2(before.base - finite(base))
+            total = total + before.total * alpha
+        if not self.all_running:
+            keys = (i - self.first + 1) * self.plan.block_kv
+            most = keys.astype(jnp.float32) * _MEAN
+            part = jnp.minimum(most / total, 1.0)
+            p = p * self._along(part, self.plan.block_kv)
+            base, total = base - jnp.log(part) * LOG2_E, total * part
+            alpha = alpha * part
+        return fp8_bytes.rounded(p), Rows(base, total), alpha
+
+    def _fixed_words(self, x: jax.Array, base: jax.Array):
+        """Words of a block, and sums of its rows where the product makes none."""
+        shift = self._along(-finite(base), self.plan.block_kv)
         if self.plan.sums:
             return fp8_bytes.by_bits(x, self.unit, shift), None
         p = jnp.exp2(x * self.unit + shift)
@@ -218,28 +256,26 @@ class KeyLoop:
 
     # Results.
 
-    def is_right(self, m: jax.Array, sums: Sums, start) -> jax.Array:
+    def is_right(self, rows: Rows, peak: jax.Array, start) -> jax.Array:
         """Whether the sums of these rows can be stored."""
         if self.all_running:
             return jnp.int32(0) == 0
-        peak = sums.peak if sums.peak.ndim == 1 else jnp.max(sums.peak, axis=-1)
         beyond = start + support.numbers_along(0, ROWS) >= self.plan.layout.size["t"]
-        good = ((peak < LARGEST) & (m > -jnp.inf)) | beyond
+        keys = (self.tile.count * self.plan.block_kv).astype(jnp.float32)
+        good = (peak < LARGEST) & (rows.total >= keys * _FEWEST) | beyond
         out = support.warpgroup_any(self.program.warpgroup, jnp.where(good, 0, 1))
         return (out == 0) | (self.running == self.tile.count)
 
-    def store(self, m: jax.Array, sums: Sums, values: jax.Array) -> None:
+    def store(self, rows: Rows, values: jax.Array) -> None:
         """The epilogue: output and log-sum-exp of these rows."""
         refs, me, head = self.program.refs, self.program.warpgroup, self.plan.head
-        total = sums.total
-        total = total if total.ndim == 1 else jnp.sum(total, axis=-1)
+        base, total = rows
         empty = total == 0.0
         nothing = 0.0 * self.unit  # NaN, if there is NaN in queries or keys
         scale = self.program.scales.value.load((), self.where)
         by = self._along(jnp.where(empty, nothing, scale / total), head)
         output = (values * by).astype(jnp.bfloat16)
-        surplus = fp8_bytes.SURPLUS if self.plan.sums else 1.0
-        log = (finite(m) - self.room) * LN_2 + jnp.log(total * (1.0 / surplus))
+        log = finite(base) * LN_2 + jnp.log(total)
         wait_until_stored()  # of the previous work tile, which used the same tiles
         refs.lse.ref[me] = jnp.where(empty, -jnp.inf, log)
         tile, columns = refs.o.at(me), self.plan.storage.output_columns

@@ -8,7 +8,6 @@ ones: the product then makes the sums of probabilities, too.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -289,12 +288,3 @@ class Plan:
     def sums(self) -> bool:
         """Whether the product with values makes the sums of probabilities."""
         return with_sums(self.head)
-
-    @property
-    def room(self) -> int:
-        """log2 of a probability at the fixed maximum.
-
-        Those of larger scores have what is left up to `LARGEST`. A block of equal
-        scores has a sum below that.
-        """
-        return math.floor(math.log2(LARGEST / self.block_kv))
