@@ -49,8 +49,8 @@ POINTWISE: dict[str, Callable] = {
     "and": np.logical_and,
     "or": np.logical_or,
 }
-# Types in which no position wraps or is rounded.
-POSITIONS = ("int32", "int64", "float32", "float64")
+# Types of positions, and up to which number they have all.
+POSITIONS = {"int32": 2**31, "int64": 2**63, "float32": 2**24, "float64": 2**53}
 _COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
 

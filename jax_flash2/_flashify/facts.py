@@ -55,6 +55,14 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True)
+class Moved:
+    """scores + an amount that is the same for all: a number, or a scalar's value."""
+
+    amount: Any
+    sign: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Mask:
     """Scores where a condition on the axes of the layout holds, and elsewhere not.
 
@@ -77,7 +85,7 @@ class Mask:
     vanishes: bool = True
 
 
-Step = Scale | Cap | Added | Mask
+Step = Scale | Cap | Added | Moved | Mask
 Kind = Literal[
     "scores",  # steps of the product
     "shifted",  # scores - a number of the row
@@ -87,6 +95,7 @@ Kind = Literal[
     "weighted",  # exp . values, to be divided by the sum
     "row",  # a number of each row, of any kind
     "max",
+    "max_test",  # a comparison of it with -inf
     "sum",  # of exp over all keys
     "sum_test",  # a comparison of it with zero
     "inverse",  # 1 / sum
@@ -95,7 +104,9 @@ Kind = Literal[
     "lost",  # something else, for a reason
 ]
 OF_PAIRS = ("scores", "shifted", "exp", "log_prob", "prob")
-OF_ROWS = ("row", "max", "sum", "sum_test", "inverse", "log_sum", "lse")
+OF_ROWS = ("row", "max", "max_test", "sum", "sum_test", "inverse", "log_sum", "lse")
+# What exponentials of dropped pairs are in a row that has no others.
+Dropped = Literal["one", "zero", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +156,13 @@ class Fact:
         `shift_axes`: the axes along which that varies.
       is_zeroed: whether probabilities of pairs that the one mask drops are 0, in rows
         without keys too.
-      is_safe: of a sum: whether it is no 0 where all exponentials are. Of "sum_test":
-        whether it is true where the sum is 0, and not false there.
+      is_safe: of a sum: whether it is no 0 where all exponentials are; of a maximum:
+        whether it is finite where all scores are -inf. Of "sum_test" and "max_test":
+        whether it is true there, and not false.
       values, weights, second: of "weighted": the operand of values, the exponentials or
         probabilities, and the product of both.
       exp_is_zeroed: whether exponentials of pairs that the one mask drops are 0.
+      dropped: of probabilities: what the exponentials are that they were made of.
       total_dtype: where probabilities are exp(scores - lse), the type of lse.
       reason: of "lost".
     """
@@ -167,6 +180,7 @@ class Fact:
     weights: Value | None = None
     second: Node | None = None
     exp_is_zeroed: bool = False
+    dropped: Dropped = "one"
     total_dtype: Any = None
     reason: str = ""
 

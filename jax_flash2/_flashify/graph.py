@@ -17,7 +17,7 @@ import jax.core
 import numpy as np
 from jax.extend.core import Literal
 
-_JAX = str(Path(jax.__file__).parent)
+_JAX = str(Path(jax.__file__).parent / "_src")
 _REMAT = ("remat", "remat2", "checkpoint")
 
 
@@ -118,7 +118,9 @@ def is_known(value: Value) -> bool:
     x = value.constant
     if isinstance(x, jax.core.Tracer):
         return False
-    return isinstance(x, np.ndarray | np.generic | jax.Array | int | float)
+    if isinstance(x, jax.Array):
+        return x.is_fully_addressable
+    return isinstance(x, np.ndarray | np.generic | int | float)
 
 
 def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
@@ -158,9 +160,10 @@ def _called(equation) -> Any | None:
     if name in ("closed_call", "core_call"):
         return params["call_jaxpr"]
     if name == "custom_jvp_call":
-        body = params["call_jaxpr"]
-        info = getattr(body, "jaxpr", body).debug_info.func_src_info or ""
-        return body if _JAX in info else None  # a user's rule may be another function's
+        body, rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
+        infos = (getattr(body, "jaxpr", body).debug_info, rule.debug_info)
+        is_of_jax = all(_JAX in (x.func_src_info or "") for x in infos)
+        return body if is_of_jax else None  # a user's rule may be another function's
     return None
 
 

@@ -134,6 +134,10 @@ def _adds_up_to_keys(fact: Fact, masks: list[Mask], keys: int) -> bool:
 
 def _empty(fact: Fact, masks: list[Mask]) -> Empty | None:
     """What a row without keys gives, or None if the one mask is a bias there."""
+    if fact.dropped == "unknown":
+        raise Lost("rows may have no keys, and what they give then is not known")
+    if fact.dropped == "zero":
+        return "nan"  # 0 / 0
     first = fact.steps.index(masks[0])
     biases = [i for i, x in enumerate(fact.steps) if isinstance(x, Added)]
     if all(np.isneginf(x.fill) for x in masks):
@@ -168,7 +172,14 @@ class _Reader:
         if self._segments is None:
             return True
         left, right = self._segments
-        return left.value is right.value and t == s and self._window.has_diagonal()
+        return self._window.has_diagonal() and self._are_same(left, right)
+
+    def _are_same(self, left: Operand, right: Operand) -> bool:
+        """Whether ids of keys are those of queries."""
+        of_keys = dict(zip(self._axes.rows, self._axes.keys, strict=False))
+        layout = tuple(tuple(of_keys.get(x, x) for x in dim) for dim in left.layout)
+        t, s = self._sizes
+        return t == s and left.value is right.value and layout == right.layout
 
     def masks(self, empty: Empty, biases: tuple[Added, ...]) -> Masks:
         t, s = self._sizes
@@ -176,6 +187,8 @@ class _Reader:
         left = None if left is None or left >= t - 1 else left
         right = None if right is None or right >= s - 1 else right
         has_window = left is not None or right is not None
+        if left is not None and right is not None and left + right < 0:
+            raise Lost("a window without keys")
         return Masks(
             (left, right) if has_window else None,
             self._segments,

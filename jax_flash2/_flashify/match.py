@@ -12,7 +12,7 @@ from jax_flash2._flashify import digits
 from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
 from jax_flash2._flashify.graph import Graph, Node, Value
 from jax_flash2._flashify.meaning import Meanings
-from jax_flash2._flashify.score_rules import ScoreRules
+from jax_flash2._flashify.score_rules import ScoreRules, in_dtype
 
 _PLAIN = (
     "copy",
@@ -116,11 +116,13 @@ class Matcher(ScoreRules):
                 self.lost.setdefault(node, (fact.product, str(why)))
             return
         value = node.outputs[0]
-        if (
-            may_be_scores
-            and jnp.issubdtype(value.aval.dtype, jnp.floating)
-            and 0 not in value.shape
-        ):
+        if not may_be_scores or not jnp.issubdtype(value.aval.dtype, jnp.floating):
+            return
+        sizes = [x for own in (value, *node.inputs) for x in own.shape]
+        if not all(isinstance(x, int) for x in sizes):
+            reason = "shapes with symbols"
+            self.facts[value] = Fact(Product(node), "lost", (), reason=reason)
+        elif 0 not in value.shape:
             layout = tuple(digits.whole(i, x) for i, x in enumerate(value.shape))
             self.facts[value] = Fact(Product(node), "scores", layout)
 
@@ -171,11 +173,13 @@ class Matcher(ScoreRules):
     def _plain(self, node: Node, fact: Fact | None) -> Fact | None:
         assert fact is not None
         dtype = node.outputs[0].aval.dtype
-        if fact.kind in ("row", "sum_test"):
+        if fact.kind in ("row", "sum_test", "max_test"):
             return fact.replace(kind="row", shift=node.outputs[0])
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
             raise Lost(f"scores are converted to {dtype.name}")
-        return fact
+        if fact.kind != "scores":
+            return fact
+        return fact.replace(steps=tuple(in_dtype(x, dtype) for x in fact.steps))
 
     def _moved(self, node: Node, fact: Fact | None) -> Fact | None:
         assert fact is not None

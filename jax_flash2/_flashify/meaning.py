@@ -38,6 +38,8 @@ from jax_flash2._flashify.graph import Value, is_known
 
 # Constants of more elements are not read.
 _MOST_ELEMENTS = 2**24
+# Operations are not followed further back than this.
+_MOST_DEPTH = 100
 _SAME = (
     "copy",
     "copy_p",
@@ -54,14 +56,23 @@ class Meanings:
 
     def __init__(self):
         self._known: dict[Value, Meaning] = {}
+        self._depth = 0
 
     def of(self, value: Value) -> Meaning:
         value = value.origin
-        if value not in self._known:
+        if value in self._known:
+            return self._known[value]
+        has_symbols = not all(isinstance(x, int) for x in value.shape)
+        if self._depth == _MOST_DEPTH or has_symbols:
+            return _itself(value)
+        self._depth += 1
+        try:
             found = self._found(value)
-            if isinstance(found, Position) and value.aval.dtype.name not in POSITIONS:
-                found = None  # it may wrap, or be rounded
-            self._known[value] = found or _itself(value)
+        finally:
+            self._depth -= 1
+        if isinstance(found, Position) and not _is_exact(found, value):
+            found = None  # it may wrap, or be rounded
+        self._known[value] = found or _itself(value)
         return self._known[value]
 
     def number(self, value: Value) -> float | None:
@@ -133,6 +144,13 @@ class Meanings:
         if node.name in POINTWISE:
             return pointwise(node.name, tuple(map(self.of, node.inputs)), value)
         return None
+
+
+def _is_exact(found: Position, value: Value) -> bool:
+    """Whether the type of an array holds all of its positions."""
+    ends = [f * (value.shape[i] - 1) for i, f in found.factors]
+    low, high = (found.constant + sum(f(x, 0) for x in ends) for f in (min, max))
+    return max(-low, high) < POSITIONS.get(value.aval.dtype.name, 0)
 
 
 def _data(value: Value) -> Data:

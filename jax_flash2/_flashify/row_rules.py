@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from jax_flash2._flashify import digits
-from jax_flash2._flashify.facts import Fact
+from jax_flash2._flashify.facts import Dropped, Fact, Mask
 from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.meaning import Meanings
 
@@ -30,7 +30,7 @@ class RowRules:
         ]
         name = node.name
         rule = getattr(self, f"_row_{name}", None)
-        found = rule(known, kinds, numbers) if rule else None
+        found = rule(node, known, kinds, numbers) if rule else None
         if found is not None:
             return found
         is_number = [x is not None for x in numbers]
@@ -38,26 +38,29 @@ class RowRules:
         if all(a or b for a, b in zip(is_number, own, strict=True)):
             if node.outputs[0].shape != node.inputs[kinds.index(first.kind)].shape:
                 return None
-            is_same = name == "stop_gradient" or (name == "max" and -np.inf in numbers)
+            is_same = name == "max" and -np.inf in numbers
             return first.replace(
                 kind=first.kind if is_same else "row",
                 shift=first.shift if is_same else node.outputs[0],
             )
         return None
 
-    def _row_stop_gradient(self, known, kinds, numbers) -> Fact | None:
+    def _row_stop_gradient(self, node, known, kinds, numbers) -> Fact | None:
+        """Scores less it have another gradient than scores less the maximum itself."""
         del numbers
-        return known[0] if kinds[0] in ("row", "max") else None
+        if kinds[0] not in ("row", "max"):
+            return None
+        return known[0].replace(shift=node.outputs[0])
 
-    def _row_log(self, known, kinds, numbers) -> Fact | None:
-        del numbers
+    def _row_log(self, node, known, kinds, numbers) -> Fact | None:
+        del node, numbers
         return known[0].replace(kind="log_sum") if kinds[0] == "sum" else None
 
-    def _row_abs(self, known, kinds, numbers) -> Fact | None:
-        del numbers
+    def _row_abs(self, node, known, kinds, numbers) -> Fact | None:
+        del node, numbers
         return known[0] if kinds[0] == "sum" else None
 
-    def _row_add(self, known, kinds, numbers) -> Fact | None:
+    def _row_add(self, node, known, kinds, numbers) -> Fact | None:
         if set(kinds) <= {"log_sum", "row", "max"} and "log_sum" in kinds:
             total = known[kinds.index("log_sum")]
             other = known[1 - kinds.index("log_sum")]
@@ -66,7 +69,7 @@ class RowRules:
             return total.replace(kind="lse") if other.layout == total.layout else None
         return self._guarded(known, kinds, numbers)
 
-    def _row_max(self, known, kinds, numbers) -> Fact | None:
+    def _row_max(self, node, known, kinds, numbers) -> Fact | None:
         return self._guarded(known, kinds, numbers)
 
     def _guarded(self, known, kinds, numbers) -> Fact | None:
@@ -82,39 +85,77 @@ class RowRules:
             return None
         return total.replace(is_safe=True)
 
+    def _shift_of(self, fact: Fact) -> Fact | None:
+        return None if fact.shift is None else self.facts.get(fact.shift)
+
     def _is_exact(self, total: Fact) -> bool:
         """Whether the largest exponential is 1, so that their sum is not small."""
-        largest = None if total.shift is None else self.facts.get(total.shift)
+        largest = self._shift_of(total)
         if largest is None or largest.kind != "max" or largest.steps != total.steps:
             return False
         rows = digits.size_of(x for dim in largest.layout for x in dim)
         pairs = math.prod(total.product.node.outputs[0].shape)
         return rows * digits.size_of(total.keys) == pairs
 
-    def _row_div(self, known, kinds, numbers) -> Fact | None:
+    def _dropped(self, total: Fact) -> Dropped:
+        """What exponentials of dropped pairs are in a row that has no others.
+
+        Less the maximum of such a row they are 1; less a number that masks have no
+        part in they are 0, as are those of -inf less a finite number.
+        """
+        masks = [x for x in total.steps if isinstance(x, Mask)]
+        shift = self._shift_of(total)
+        if total.exp_is_zeroed or not masks:
+            return "zero" if masks else "one"
+        if shift is None:
+            return "unknown"
+        if not any(isinstance(x, Mask) for x in shift.steps):
+            return "zero"
+        if not self._is_exact(total):
+            return "unknown"
+        is_zero = shift.is_safe and all(np.isneginf(x.fill) for x in masks)
+        return "zero" if is_zero else "one"
+
+    def _row_div(self, node, known, kinds, numbers) -> Fact | None:
         if numbers[0] == 1 and kinds[1] == "sum":
             return known[1].replace(kind="inverse")
         return None
 
-    def _row_eq(self, known, kinds, numbers) -> Fact | None:
-        if kinds == ["sum", None] and numbers[1] == 0:
-            return known[0].replace(kind="sum_test", is_safe=True)
-        return None
+    def _row_eq(self, node, known, kinds, numbers) -> Fact | None:
+        del node
+        return self._test(known, kinds, numbers, True)
 
-    def _row_gt(self, known, kinds, numbers) -> Fact | None:
-        if kinds == ["sum", None] and numbers[1] == 0:
-            return known[0].replace(kind="sum_test", is_safe=False)
-        return None
+    def _row_gt(self, node, known, kinds, numbers) -> Fact | None:
+        del node
+        return self._test(known, kinds, numbers, False)
 
     _row_ne = _row_gt
 
-    def _row_select_n(self, known, kinds, numbers) -> Fact | None:
-        """where(sum == 0, number, sum), or the other way round."""
-        if kinds[0] != "sum_test" or kinds.count("sum") != 1 or None not in kinds:
+    def _row_is_finite(self, node, known, kinds, numbers) -> Fact | None:
+        del node
+        return self._test(known, [*kinds, None], [*numbers, -np.inf], False)
+
+    def _test(self, known, kinds, numbers, is_true: bool) -> Fact | None:
+        """Whether a sum is 0, or a maximum -inf: then true, or false."""
+        if kinds == ["sum", None] and numbers[1] == 0:
+            return known[0].replace(kind="sum_test", is_safe=is_true)
+        if kinds == ["max", None] and numbers[1] == -np.inf:
+            return known[0].replace(kind="max_test", is_safe=is_true)
+        return None
+
+    def _row_select_n(self, node, known, kinds, numbers) -> Fact | None:
+        """where(sum == 0, number, sum), where(maximum == -inf, number, maximum)."""
+        kind = str(kinds[0]).removesuffix("_test")
+        if kind == kinds[0] or kinds.count(kind) != 1 or None not in kinds:
             return None
-        test, total = known[0], known[kinds.index("sum")]
-        in_place = kinds[1 if test.is_safe else 2] == "sum"
+        test, own = known[0], known[kinds.index(kind)]
+        in_place = kinds[1 if test.is_safe else 2] == kind
         number = numbers[2 if test.is_safe else 1]
-        if not in_place or number is None or not number > 0:
+        if not in_place or number is None or not own.same_exponents(test):
             return None
-        return total.replace(is_safe=True) if total.same_exponents(test) else None
+        if kind == "max":
+            is_finite = np.isfinite(number)
+            return (
+                own.replace(is_safe=True, shift=node.outputs[0]) if is_finite else None
+            )
+        return own.replace(is_safe=True) if number > 0 else None

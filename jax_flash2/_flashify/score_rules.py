@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +26,10 @@ from jax_flash2._flashify.facts import (
     Fact,
     Lost,
     Mask,
+    Moved,
     Operand,
     Scale,
+    Step,
     is_whole_row,
 )
 from jax_flash2._flashify.graph import Node, Value
@@ -59,6 +62,8 @@ class ScoreRules(RowRules):
         masks = [x for x in fact.steps if isinstance(x, Mask)]
         if any(not x.fill * factor <= LEAST_MASK for x in masks):
             raise Lost("masked scores are multiplied")
+        if not math.isfinite(factor):
+            raise Lost(f"scores are multiplied by {factor:g}")
         return fact.replace(steps=_scaled(fact.steps, factor))
 
     def _mul(self, node: Node, known) -> Fact | None:
@@ -101,8 +106,11 @@ class ScoreRules(RowRules):
         own = frozenset(x for dim in fact.layout for x in dim if x.axis >= VALUE)
         if not is_whole_row(total.layout, fact.layout, own or total.keys):
             raise Lost("the sum lies over other axes")
-        is_zeroed = fact.is_zeroed or (total.is_safe and fact.exp_is_zeroed)
-        found = fact.replace(kind="prob", keys=total.keys, is_zeroed=is_zeroed)
+        dropped = self._dropped(total)
+        is_zeroed = fact.is_zeroed or (total.is_safe and dropped == "zero")
+        found = fact.replace(
+            kind="prob", keys=total.keys, is_zeroed=is_zeroed, dropped=dropped
+        )
         if fact.kind == "weighted":
             self._found(node, found)
             return None
@@ -130,31 +138,54 @@ class ScoreRules(RowRules):
         is_same = other.steps == fact.steps and other.product == fact.product
         is_whole = is_whole_row(other.layout, fact.layout, other.keys)
         if other.kind == "lse" and fact.kind == "scores" and is_same and is_whole:
-            dtype = value.aval.dtype
-            return fact.replace(kind="log_prob", keys=other.keys, total_dtype=dtype)
+            found = fact.replace(total_dtype=value.aval.dtype)
+            return self._log_prob(found, other)
         is_same &= is_whole and fact.shift is other.shift
         if other.kind == "log_sum" and fact.kind == "shifted" and is_same:
-            return fact.replace(kind="log_prob", keys=other.keys)
+            return self._log_prob(fact, other)
         raise Lost("something else than a softmax is made of the scores")
+
+    def _log_prob(self, fact: Fact, total: Fact) -> Fact:
+        """Where exponentials are 0, so is their sum, and its logarithm -inf."""
+        dropped = self._dropped(total)
+        is_zeroed = dropped == "zero" and total.is_safe
+        fills = [x.fill for x in fact.steps if isinstance(x, Mask)]
+        if dropped == "zero" and not all(map(np.isneginf, fills)):
+            dropped = "unknown"
+        own = fact.replace(is_zeroed=is_zeroed, dropped=dropped)
+        return own.replace(kind="log_prob", keys=total.keys)
+
+    def _moved_by(self, fact: Fact, value: Value, sign: float) -> Fact:
+        """Scores and the same amount for all of them."""
+        number = self._meanings.number(value)
+        if number is None:
+            return fact.replace(steps=(*fact.steps, Moved(value, sign)))
+        masks = (x for x in fact.steps if isinstance(x, Mask))
+        if any(not x.fill + sign * number <= LEAST_MASK for x in masks):
+            raise Lost(f"{sign * number:g} is added to masked scores")
+        if not math.isfinite(number):
+            raise Lost(f"{sign * number:g} is added to scores")
+        return fact.replace(steps=(*fact.steps, Moved(sign * number)))
 
     def _added(self, fact: Fact, value: Value, sign: float) -> Fact:
         if fact.kind not in ("scores", "shifted"):
             raise Lost(f"something is added to {_WORDS[fact.kind]}")
-        steps = fact.steps
         if value.shape == ():
-            return fact  # the same for all keys
+            return self._moved_by(fact, value, sign)
         if len(value.shape) != len(fact.layout):
             raise Lost("an array of fewer axes is added")
-        for term, factor in self._terms(value, sign, len(steps) + 8):
+        for term, factor in self._terms(value, sign, len(fact.steps) + 8):
             found = self._meanings.of(term)
             if isinstance(found, Number):
-                continue  # the same for all keys
+                fact = self._moved_by(fact, term, factor)
+                continue
             mask = None
             if isinstance(found, Choice):
                 mask = _added_mask(term, found, factor, fact.layout)
             bias = Added(Operand(term, over(term, fact.layout)), factor)
-            steps = (*steps, bias if mask is None else mask)
-        return fact.replace(steps=steps)
+            steps = (*fact.steps, bias if mask is None else mask)
+            fact = fact.replace(steps=steps)
+        return fact
 
     def _terms(self, value: Value, factor: float, most: int) -> list:
         """What an added array is the sum of, as far as its shape stays."""
@@ -254,7 +285,14 @@ class ScoreRules(RowRules):
         if fact.kind == "prob":
             if not alike:
                 raise Lost("probabilities are masked")
-            return fact.replace(is_zeroed=len(masks) == 1 or fact.is_zeroed)
+            every = {test for x in masks for test in x.condition.tests}
+            is_every = len(masks) == 1 or (
+                {*mask.condition.tests} == every
+                and {x.layout for x in masks} == {mask.layout}
+            )
+            if is_every or fact.is_zeroed:
+                return fact.replace(is_zeroed=True)
+            return fact.replace(dropped="unknown")
         if alike and len(masks) == 1:
             return fact.replace(exp_is_zeroed=True)
         return fact.replace(steps=(*fact.steps, mask), exp_is_zeroed=not masks)
@@ -284,6 +322,8 @@ def is_whole_row_or_less(row: Fact, pairs: Fact) -> bool:
     """Whether an array is constant along the axis of keys, whichever that is."""
     own = [x for dim in row.layout for x in dim if x.axis != FREE]
     all_of = [x for dim in pairs.layout for x in dim]
+    if not row.layout:
+        return row.product == pairs.product  # one number for all
     in_place = all(
         all(x.axis == FREE for x in a) or a == b
         for a, b in zip(row.layout, pairs.layout, strict=True)
@@ -309,7 +349,6 @@ def _added_mask(
         condition = negated(found.condition)
     if true != 0 or not false <= LEAST_MASK:
         return None
-    half = -false * float(jnp.finfo(term.aval.dtype).eps) / 4
     return Mask(
         Condition((Unread(),)) if condition is None else condition,
         over(term, layout),
@@ -318,5 +357,20 @@ def _added_mask(
         false,
         is_added=True,
         factor=factor,
-        vanishes=half >= _VANISHING_SCORE,
+        vanishes=_vanish(false, term.aval.dtype),
     )
+
+
+def _vanish(fill: float, dtype: Any) -> bool:
+    """Whether scores of usual size are rounded away beside a number."""
+    return -fill * float(jnp.finfo(dtype).eps) / 4 >= _VANISHING_SCORE
+
+
+def in_dtype(step: Step, dtype: Any) -> Step:
+    """A step of scores that are converted to a type after it."""
+    if not isinstance(step, Mask):
+        return step
+    with np.errstate(over="ignore"):
+        fill = float(np.asarray(step.fill).astype(dtype))
+    vanishes = step.vanishes or _vanish(fill, dtype)
+    return dataclasses.replace(step, fill=fill, vanishes=vanishes)

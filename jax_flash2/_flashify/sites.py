@@ -185,7 +185,7 @@ def _dtype(found: Found, operands: list[Operand], narrowed: Any) -> Any:
     Products of 16-bit numbers are exact in float32, so that what was converted before
     a product need not have been. Probabilities are rounded to this type.
     """
-    own = {x.value.aval.dtype for x in operands}
+    own = {_wide(x.value.aval.dtype) for x in operands}
     weights = found.weights.aval.dtype
     if len(own) == 1:
         (one,) = own
@@ -196,6 +196,11 @@ def _dtype(found: Found, operands: list[Operand], narrowed: Any) -> Any:
     if wide.name not in _FLOATS:
         raise Lost(f"attention of {wide.name}")
     return wide
+
+
+def _wide(dtype: Any) -> Any:
+    """float32 instead of a type of 8 bits."""
+    return dtype if dtype.itemsize > 1 else jnp.dtype(jnp.float32)
 
 
 def _precision(found: Found) -> Any:

@@ -35,6 +35,11 @@ class Flashified(Generic[P, R]):
             )
         return jax.tree.unflatten(tree, run(plan, arrays))
 
+    def __get__(self, instance: Any, owner: Any = None) -> Flashified:
+        """Of a method: that of an object."""
+        function = self._function.__get__(instance, owner)  # pyright: ignore
+        return self if instance is None else Flashified(function, self._must_find)
+
     def report(self, *args: P.args, **keywords: P.kwargs) -> Report:
         """What a call with these arguments would do; nothing is computed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.kernels import of
 
 TESTS = "tests/flashify/test_flashify.py -k {}"
+EDGES = "tests/flashify/test_edges.py -k {}"
 FOLDER = "jax_flash2/_flashify/"
 
 MUTANTS = [
@@ -27,6 +28,51 @@ MUTANTS = [
             "if fact.shift_axes & {x.axis for x in summed}:",
             "if False:",
             TESTS.format("weak_number"),
+        ),
+        (
+            "a number that is added is nowhere",
+            "return fact.replace(steps=(*fact.steps, Moved(sign * number)))",
+            "return fact",
+            EDGES.format("moved_"),
+        ),
+        (
+            "masked scores may come back",
+            "if any(not x.fill + sign * number <= LEAST_MASK for x in masks):",
+            "if False:",
+            EDGES.format("come_back"),
+        ),
+        (
+            "a mask keeps its number in a narrower type",
+            "return dataclasses.replace(step, fill=fill, vanishes=vanishes)",
+            "return step",
+            EDGES.format("beyond_float16"),
+        ),
+        (
+            "one mask zeroes the probabilities of all",
+            "if is_every or fact.is_zeroed:",
+            "if True:",
+            EDGES.format("two_masks"),
+        ),
+    ),
+    *of(
+        FOLDER + "row_rules.py",
+        (
+            "every maximum is that of the row",
+            "        if not self._is_exact(total):\n            return",
+            "        if False:\n            return",
+            EDGES.format("is_cut"),
+        ),
+        (
+            "numbers without a mask come from masked rows",
+            "if not any(isinstance(x, Mask) for x in shift.steps):",
+            "if False:",
+            EDGES.format("'before_the_mask or without_a_maximum'"),
+        ),
+        (
+            "a maximum without its gradient is the same",
+            "return known[0].replace(shift=node.outputs[0])",
+            "return known[0]",
+            EDGES.format("another_gradient"),
         ),
     ),
     *of(
@@ -63,9 +109,15 @@ MUTANTS = [
         ),
         (
             "ids of any two arrays leave each row a key",
-            "left.value is right.value and t == s and",
-            "True or",
+            "left.value is right.value and layout == right.layout",
+            "True",
             TESTS.format("ids_of_two_arrays"),
+        ),
+        (
+            "ids of keys are those of queries in any order",
+            "and layout == right.layout",
+            "",
+            EDGES.format("another_order"),
         ),
     ),
     *of(
@@ -87,18 +139,30 @@ MUTANTS = [
         FOLDER + "meaning.py",
         (
             "positions never wrap",
-            "value.aval.dtype.name not in POSITIONS",
-            "False",
+            "POSITIONS.get(value.aval.dtype.name, 0)",
+            "2**99",
             TESTS.format("positions_that_wrap"),
+        ),
+        (
+            "a type has all positions",
+            "POSITIONS.get(value.aval.dtype.name, 0)",
+            "(2**99 if value.aval.dtype.name in POSITIONS else 0)",
+            EDGES.format("positions_that"),
         ),
     ),
     *of(
         FOLDER + "graph.py",
         (
             "functions with derivatives of their own are seen through",
-            "return body if _JAX in info else None",
+            "return body if is_of_jax else None",
             "return body",
             TESTS.format("derivatives_of_their_own"),
+        ),
+        (
+            "a user's derivative of a function of JAX is JAX's",
+            "for x in infos)",
+            "for x in infos[:1])",
+            EDGES.format("users_derivative"),
         ),
     ),
 ]

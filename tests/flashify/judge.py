@@ -50,8 +50,12 @@ def exact(function, arrays) -> list[np.ndarray]:
         return results(function, wide, "float64")
 
 
-def share(function, other, arrays, dtype, outputs: int = 1) -> float:
-    """The largest error of `other` as a share of what is allowed."""
+def share(function, other, arrays, dtype, outputs: int = 1, layers: int = 1) -> float:
+    """The largest error of `other` as a share of what is allowed.
+
+    Args:
+      layers: how often the function attends to its own result; each rounds.
+    """
     plain, actual = (results(f, arrays, dtype) for f in (function, other))
     right = exact(function, arrays)
     unit, worst = unit_roundoff(dtype), 0.0
@@ -60,8 +64,10 @@ def share(function, other, arrays, dtype, outputs: int = 1) -> float:
         finite = np.isfinite(p)
         if not np.array_equal(np.isfinite(a), finite):
             return np.inf
+        finite &= np.isfinite(e)
         a, p, e = (np.where(finite, x, 0.0) for x in (a, p, e))
         factor, roundings = OUTPUT if i < outputs else GRADIENT
+        roundings *= layers
         size = max(np.max(np.abs(e), initial=0.0), 1.0)
         allowed = factor * np.max(np.abs(p - e), initial=0.0) + roundings * unit * size
         error = np.max(np.abs(a - e), initial=0.0)

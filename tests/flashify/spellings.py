@@ -26,6 +26,7 @@ class Case:
       words: what was picked.
       is_attention: whether `flashify` should replace it.
       dtype: of the arrays that are floats.
+      layers: how often it attends to its own result.
     """
 
     words: str
@@ -33,6 +34,7 @@ class Case:
     arrays: tuple
     is_attention: bool
     dtype: Any
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +415,8 @@ def random_case(seed: int, faults: tuple = ()) -> Case:
     words = " ".join("-" if x is None else x.__name__ for x in parts)
     words += f" {z} {dtype} wide={wide} cap={has_cap} bias={has_bias} low={low}"
     arrays = (q, k, v, *(data[x] for x in names))
-    return Case(words, whole, arrays, fault is None, dtype)
+    layers = 2 if around in (_scanned, _looped) else 1
+    return Case(words, whole, arrays, fault is None, dtype, layers)
 
 
 def _data(rng, z: Sizes, bias: str | None) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def check_seed(seed: int) -> None:
     fast = flashify(case.function)
     report = fast.report(*case.arrays)
     assert bool(report.replaced) == case.is_attention, f"{case.words}\n{report}"
-    ratio = share(case.function, fast, case.arrays, case.dtype)
+    own = case.function, fast, case.arrays, case.dtype
+    ratio = share(*own, layers=case.layers)
     assert ratio <= 1, f"{ratio} of the allowed error: {case.words}\n{report}"
 
 
