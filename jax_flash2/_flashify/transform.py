@@ -78,8 +78,8 @@ def flashify(function: Callable[P, R], *, must_find: bool = False) -> Flashified
 
     What is assumed of numbers: a score is small beside a number that masks, so that it
     is rounded away where that is added to it. A bias that is data (not made of a
-    condition) leaves each row a key that it does not mask, as does a bias beside an
-    added mask for the bias's own gradient.
+    condition) leaves each row a key if it masks by -inf, or beside a mask, as does a
+    bias beside an added mask for the bias's own gradient.
 
     Each call traces the function, twice as long as the function alone: put it in
     `jax.jit`, where that is once for all calls of the same shapes.
