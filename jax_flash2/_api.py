@@ -298,8 +298,8 @@ def attention(
     and more where all scores of a row are alike or most keys have small probabilities
     (0.15, estimated): keys whose probability is below 2**-18 of the largest one, or a
     sixteenth of a row in all, may not count. Inputs that are float8_e4m3fn are taken as
-    they are. Then Hopper's tensor cores, which add products of eight bits with 14 bits, lose
-    up to a tenth of a mean that values have, at 8,192 keys: take it out before you
+    they are. Then Hopper's tensor cores, which add products of eight bits with 14 bits,
+    lose up to a tenth of a mean that values have, at 8,192 keys: take it out before you
     quantise, and add it to the output. The kernel for Hopper has masks of all kinds but
     `mask`, and grouped heads, of size 64, 128 or 256; other calls run on "xla".
 
