@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, tables
-from pallas_kernels.core.axes import Axes, Heads, Named, sizes
+from pallas_kernels.core.axes import Axes, Heads, Named, is_numbered, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.tables import FEW_ROWS
 
@@ -154,8 +154,10 @@ class Packing:
         size = sizes([q, k])
         heads = Heads.of(size)
         rows = size["t"] * heads.group
-        # Bits of dropout are made for sixteen rows that lie together.
-        if heads.group == 1 or rows > FEW_ROWS or spec.dropout is not None:
+        # Bits of dropout are made for sixteen rows that lie together, and a block reads
+        # elements of one table.
+        is_apart = spec.dropout is not None or _has_tables_of_heads(spec)
+        if heads.group == 1 or rows > FEW_ROWS or is_apart:
             return None
         return cls(heads, size["t"])
 
@@ -195,6 +197,11 @@ class Packing:
         """A result as it would be with heads apart."""
         x = x.renamed("n", "k").split("t", "g", self.heads.group)
         return self.heads.merge(x.ordered(self.heads.split_axes(axes))).to(axes)
+
+
+def _has_tables_of_heads(spec: AttentionSpec) -> bool:
+    axes = [x.squeezed().axes for x in jax.tree.leaves(spec)]
+    return any("n" in own and any(map(is_numbered, own)) for own in axes)
 
 
 def _other(place: str) -> str:

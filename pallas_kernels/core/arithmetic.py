@@ -78,6 +78,9 @@ class Arithmetic:
       numbers: row numbers against a block.
       bits: of dropout, in place of the method `Dropout.bits` and with its arguments;
         None for that method.
+      constant: a shift on which results do not depend, taken out of derivatives. That
+        of a maximum would ask which scores equal it; XLA may round those anew for the
+        question, and find none: 0 / 0.
       drops_by_sign: whether the backward keeps what dropout drops as the sign of p, so
         that no registers hold bits while it waits for the next product.
     """
@@ -91,6 +94,7 @@ class Arithmetic:
     along: Callable = along
     numbers: Callable = numbers
     bits: Callable | None = None
+    constant: Callable = lax.stop_gradient
     drops_by_sign: bool = False
 
 

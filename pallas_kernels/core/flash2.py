@@ -155,12 +155,12 @@ def update(
     """
     x, unit, row, _ = scores
     scale = unit * LOG2_E
-    largest = jnp.max(x, axis=-1)
+    largest = arithmetic.constant(jnp.max(x, axis=-1))
     here = (largest if row is None else largest - row[..., 0]) * scale
     # A bias of the lowest number stands for a mask; the product must not become -inf.
     lowest = jnp.finfo(here.dtype).min
     here = jnp.where(largest == -jnp.inf, largest, jnp.maximum(here, lowest))
-    top = jnp.maximum(m, here)
+    top = arithmetic.constant(jnp.maximum(m, here))
     alpha = arithmetic.exp2(m, 1.0, finite(top))
     # From the block's own maximum first: that is exactly 0 there, however large it is.
     shift = finite(top) - finite(here)
@@ -296,7 +296,7 @@ def merge(
     Returns:
       o [*rows, value head size] and lse [*rows].
     """
-    top = _over_parts(jnp.max, jnp.maximum, lse)
+    top = lax.stop_gradient(_over_parts(jnp.max, jnp.maximum, lse))
     m, empty = finite(top), top == -jnp.inf
     m = m if sink is None else jnp.where(empty, m, jnp.maximum(m, sink))
     weight = jax.tree.map(lambda x: jnp.exp(x - m), lse)
@@ -332,7 +332,7 @@ def of_whole_rows(scores: Scores, product: Callable) -> tuple[jax.Array, ...]:
       product: as for `step`.
     """
     x, unit, *_ = scores
-    top = jnp.max(x, axis=-1, keepdims=True)
+    top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     p = jnp.exp((x - top) * unit)
     l = jnp.sum(p, axis=-1, keepdims=True)
     lse = jnp.squeeze(top * unit + jnp.log(l), axis=-1)

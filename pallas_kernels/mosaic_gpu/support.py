@@ -186,7 +186,9 @@ def numbers_along(axis: int, size: int, of_block=plgpu.Layout.WGMMA) -> jax.Arra
 
 def arithmetic(layout) -> Arithmetic:
     """That of blocks with this layout."""
-    return Arithmetic(along=_along, numbers=functools.partial(_numbers, layout=layout))
+    numbers = functools.partial(_numbers, layout=layout)
+    # Mosaic GPU lacks `lax.stop_gradient`, and its kernels are not differentiated.
+    return Arithmetic(along=_along, numbers=numbers, constant=lambda x: x)
 
 
 ARITHMETIC = arithmetic(plgpu.Layout.WGMMA)

@@ -14,6 +14,24 @@ KNOWN = "tests/core/test_known_masks.py"
 
 MUTANTS = [
     *of(
+        "pallas_kernels/core/scores/mod.py",
+        (
+            "tangents of tables that are not read",
+            "along if places is None else take(along, places)",
+            "along",
+            "tests/kernels/test_tangents.py -k tables_of_grouped",
+        ),
+    ),
+    *of(
+        "pallas_kernels/division.py",
+        (
+            "heads with tables of their own as rows of a block",
+            "spec.dropout is not None or _has_tables_of_heads(spec)",
+            "spec.dropout is not None",
+            "tests/kernels/test_tangents.py -k tables_of_grouped",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/masks/known.py",
         (
             "less means at most",

@@ -15,6 +15,15 @@ NAN = "tests/kernels/test_masked_rows.py -k 'tangents_are_zero and triton'"
 
 MUTANTS = [
     *of(
+        "pallas_kernels/core/flash2.py",
+        (
+            "tangents that ask which score is the largest",
+            "largest = arithmetic.constant(jnp.max(x, axis=-1))",
+            "largest = jnp.max(x, axis=-1)",
+            f"{_TESTS} -k bias_alone",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/tangent.py",
         ("tangents without dropout's scale", "acc * spec.dropout_scale", "acc", RULE),
         ("the mean of ds not taken off", "- mu[..., None] * o", "+ 0.0 * o", RULE),

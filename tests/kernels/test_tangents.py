@@ -19,6 +19,7 @@ from tests.tiers import deep, deeply
 
 # In the first tier; interpreted, each takes three seconds.
 FIRST = ("pairwise_3", "everything_learnt")
+SMALL = Blocks(16, 16, 4, 1)
 REST = [x for x in CASES if x.h <= 96 and x.name not in FIRST]
 
 
@@ -171,6 +172,49 @@ def test_a_score_of_minus_infinity_has_no_tangent():
     assert np.isfinite(expected).all()
     atol = 2e-2 if ON_GPU else 1e-5  # TF32
     np.testing.assert_allclose(found, expected, rtol=atol, atol=atol)
+
+
+def test_a_bias_alone_has_a_tangent():
+    """XLA may round scores anew where it asks which of them is the largest."""
+    rng = np.random.default_rng(0)
+    q, k, v = jnp.asarray(rng.standard_normal((3, 2, 32, 4, 8)), jnp.float32)
+    bias, along = jnp.asarray(rng.standard_normal((2, 4, 32, 32)), jnp.float32)
+
+    def pushed(implementation):
+        def call(bias):
+            options = {"implementation": implementation, "return_residual": True}
+            return attention(q, k, v, bias, config=Config(SMALL), **options)
+
+        return jax.jvp(call, (bias,), (along,))[1]
+
+    for a, b in zip(pushed("xla"), pushed("reference"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_of_grouped_heads():
+    """With few queries heads of a group are rows, but where each has its own table."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((5, 4, 16)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 20, 2, 16)), jnp.float32)
+    table, along = jnp.asarray(rng.standard_normal((2, 4, 8)), jnp.float32)
+    kept = jnp.asarray(np.arange(32).reshape(4, 8) % 3 > 0)
+
+    def pushed(options):
+        def call(table):
+            return attention(
+                *(q, k, v),
+                score_mod=lambda s, b, h, i, j: s + table[h, abs(i - j) // 3],
+                mask_mod=lambda b, h, i, j: kept[h, (i * j) % 8],
+                return_residual=True,
+                **options,
+            )
+
+        return jax.jit(lambda x: jax.jvp(call, (x,), (along,)))(table)
+
+    found, expected = map(pushed, (BACKENDS["triton"], BACKENDS["xla"]))
+    atol = 2e-2 if ON_GPU else 1e-5  # TF32
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=atol, atol=atol)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,9 @@ class ScoreMod(Term):
         found = _product(ds, by_score)
         for name, slope in zip(self.operands, by_operand, strict=True):
             if name in tangents:
-                found = found + _product(tangents[name], slope)
+                along, places = tangents[name], self.places(name, setting)
+                along = along if places is None else take(along, places)
+                found = found + _product(along, slope)
         return found
 
 
