@@ -237,14 +237,15 @@ def attention(
         b and h count what the device has, and positions the rows of all devices of a
         `context`.
         It is a JAX function of numbers that is traced once: its operations are
-        pointwise, and every axis of a captured array is indexed by a number, as in
-        x[h, kv] or table[h, jnp.clip(q - kv, 0, 9)]. An index beyond an array is
-        clamped. Captured arrays are data, may be traced, and have gradients if they are
-        of floats, in memory of their own size and summed in one order. Python numbers
-        are compiled in; functions of equal steps share a program. What an index of b,
-        h and q, of b, h and kv, or of b, h and q - kv finds is found once before the
-        kernels. They read other tables pair by pair, and "xla" makes their gradients.
-        With operations that kernels lack, calls run on "xla"; `explain` says all that.
+        pointwise, and every axis of a captured array is indexed by a number, as in x[h,
+        kv] or table[h, jnp.clip(q - kv, 0, 9)]. An index beyond an array is clamped, in
+        its gradient too. Captured arrays are data, may be traced, and have gradients if
+        they are of floats, in memory of their own size and summed in one order. Python
+        numbers are compiled in; functions of equal steps share a program. What an index
+        of b, h and q, of b, h and kv, or of b, h and q - kv finds is found once before
+        the kernels. They read other tables pair by pair, and "xla" makes their
+        gradients. With operations that kernels lack, calls run on "xla"; `explain` says
+        all that.
         NaN that it makes of masked pairs, or its derivative, reaches no result.
       mask_mod: a function (b, h, q, kv) -> bool, True where a query may attend to a
         key, if all other masks agree. Traced as score_mod is; it has no gradient.

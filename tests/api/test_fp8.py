@@ -85,7 +85,7 @@ def test_operands_of_eight_bits(backend, name):
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
     exact = exact_results(wide, arguments)
     assert error(out, exact["out"]) < BACKENDS[backend]
-    np.testing.assert_allclose(lse, exact["lse"], atol=0.1 if ON_GPU else 1e-4)
+    np.testing.assert_allclose(lse, exact["lse"], atol=0.03 if ON_GPU else 1e-4)
 
 
 def test_scales_of_any_shape():

@@ -187,6 +187,16 @@ def test_comparisons_of_two_sides_are_words(name):
     assert [step.name for step in found.steps].count("add") <= 2
 
 
+def test_bounds_too_large_for_words():
+    far = 2**30
+    check_relation(
+        lambda b, h, q, kv: (
+            (abs(q // 64 - (kv // 64 + far)) <= far) & (abs(q % 6 - kv % 6) < 3)
+        ),
+        (8, 8),
+    )
+
+
 def test_heads_that_are_rows_are_of_the_queries():
     """Then a head belongs to no side that has keys."""
     program = trace(lambda b, h, q, kv: kv // 7 % 5 > h % 3, None, NATURAL).program

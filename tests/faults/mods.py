@@ -67,6 +67,12 @@ MUTANTS = [
             WORDS,
         ),
         (
+            "bounds that no int32 has",
+            "abs(number) > _FAR or abs(first + number) > _FAR",
+            "abs(number) > _FAR",
+            WORDS,
+        ),
+        (
             "a query's number in a word is not cut off",
             "query = more.add(lax.clamp_p, _int32(0), query, _int32(2**bits))",
             "query = more.add(lax.max_p, _int32(0), query)",

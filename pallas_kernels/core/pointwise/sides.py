@@ -224,9 +224,11 @@ def _field(more: _Extended, limit: _Limit, sides, known) -> _Field | None:
     if sides[low] == {"s"}:  # then -high - number <= -low
         low, high = (more.add(lax.neg_p, x) for x in (high, low))
     ends = _ends(more.program, high, known)
-    if ends is None or _ends(more.program, low, known) is None or abs(number) > _FAR:
+    if ends is None or _ends(more.program, low, known) is None:
         return None
     first, last = ends
+    if abs(number) > _FAR or abs(first + number) > _FAR:
+        return None
     bits = max(1, (last - first).bit_length())
     if 2 * (bits + 1) > _BITS:
         return None
