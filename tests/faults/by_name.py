@@ -39,8 +39,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/by_name.py",
         (
             "a forward plan for the gradients",
-            'if pass_ != "forward":',
-            'if pass_ == "operand_gradients":',
+            'if pass_ != "forward":\nreturn "it has',
+            'if pass_ == "operand_gradients":\nreturn "it has',
             PASSES,
         ),
         (

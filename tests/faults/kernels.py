@@ -93,9 +93,10 @@ _TRITON = [
         ),
         (
             "p of dq rounded to bfloat16",
-            'pairs.recompute(scores, pairs.along(lse_log2, "t"))',
+            'pairs.recompute(scores, pairs.along(lse_log2, "t"))\ndp = pairs',
             "(lambda x: x._replace(p=x.p.astype(k.dtype)))("
-            'pairs.recompute(scores, pairs.along(lse_log2, "t")))',
+            'pairs.recompute(scores, pairs.along(lse_log2, "t")))\n'
+            "dp = pairs",
             SUMS,
             "dz is rounded by as much right after: a result is hardly further off",
         ),
