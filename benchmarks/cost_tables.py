@@ -146,6 +146,28 @@ def compile_time(rows: Sequence[Mapping]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def first_calls(rows: Sequence[Mapping]) -> str:
+    """Seconds of a first call and of a second shape, and those of another process."""
+
+    def cells(row):
+        figures = [
+            row.get(x, math.nan) for x in ("lower", "compile", "second", "cached")
+        ]
+        figures.insert(2, figures[0] + figures[1])
+        return [tables.mark(row) or f"{x:.3g}" for x in figures]
+
+    lines = [[row["call"], tables.label(row["peer"]), *cells(row)] for row in rows]
+    header = ["call", "peer", "trace and lower, s", "compile", "both", "a second shape"]
+    header.append("another process, from the cache")
+    parts = [
+        tables.origin(rows),
+        str(Shape(**rows[0]["shape"])),
+        tables.markdown(header, lines),
+        tables.failures(rows),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
 def dispatch(rows: Sequence[Mapping]) -> str:
     """Microseconds of one small call."""
 

@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "occupancy": tables.comparison,
     "memory": cost_tables.memory,
     "compile_time": cost_tables.compile_time,
+    "first_calls": cost_tables.first_calls,
     "dispatch": cost_tables.dispatch,
     "features": cost_tables.features,
     "cpu": cost_tables.cpu,

@@ -356,6 +356,10 @@ MAINS = {
     ],
     "memory": ["--lengths=64,128", "--heads=1", "--head_size=16"],
     "compile_time": ["--length=64", "--heads=1", *SMALL],
+    "first_calls": [
+        *("--calls=plain", "--length=64", "--heads=4", "--head_size=16"),
+        *("--peers=jax_flash2,xla", "--jobs=2"),
+    ],
     "dispatch": ["--calls=3", "--heads=1", *SMALL],
     "cpu": ["--lengths=64", "--heads=1", *SMALL],
     "features": ["--length=64", "--heads=1", "--head_size=16", "--repeats=1"],
