@@ -1,10 +1,11 @@
 """The attention calls of TPU servers, on GPUs: same arguments, same caches.
 
-Servers in JAX (vLLM's plugin, SGLang-JAX, Levanter) call a function of their TPU
-kernels, `ragged_paged_attention`, with one array for keys and values. Here it is with
-`paged_attention` behind it: pass these functions in its place. Arguments that say how a
-TPU divides the work are taken and not used. Queries are not rounded to one byte
-(`q_scale`), and a query without keys gets 0. None of these servers was run with it.
+Servers in JAX call a function of their TPU kernels, `ragged_paged_attention`, with one
+array for keys and values: vLLM's plugin (version 3), SGLang-JAX (a version of its own)
+and Levanter (version 2). Here each is with `paged_attention` behind it: put it in that
+function's place. Arguments that say how a TPU divides the work are taken and not used.
+Queries are not rounded to one byte (`q_scale`), and a query without keys gets 0.
+Levanter's Llama was run with it on a CPU (`tests/api/test_levanter.py`).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def ragged_paged_attention(
     ):
         if x.ndim != (5 if name == "kv_cache" else 3):
             raise ValueError(f"{name} must have shape {axes}, got shape {x.shape}")
-    (tokens, n, h), k = queries.shape, keys.shape[1]
+    (_, n, h), k = queries.shape, keys.shape[1]
     pages, size = kv_cache.shape[:2]
     expected = get_kv_cache_shape(pages, size, k, h, kv_cache.dtype)
     if kv_cache.shape != expected:
@@ -130,33 +131,14 @@ def ragged_paged_attention(
             f"kv_cache must have shape {expected} (get_kv_cache_shape), got shape "
             f"{kv_cache.shape}"
         )
-    group = n // k
     _, _, words, packing, lanes = kv_cache.shape
-    heads = words * packing // 2
-    cache = kv_cache.reshape(pages, size, heads, 2, lanes)
-
-    def padded(x, axis_heads: int):
-        """Heads that fill words and lanes."""
-        return jnp.pad(x, ((0, 0), (0, axis_heads - x.shape[1]), (0, lanes - h)))
-
+    cache = kv_cache.reshape(pages, size, words * packing // 2, 2, lanes)
     table = jnp.asarray(page_indices).reshape(kv_lens.shape[0], -1)
     lengths, cu = _of_sequences(kv_lens, cu_q_lens, distribution[-1])
     if update_kv_cache:
-        token = jnp.arange(tokens, dtype=jnp.int32)
-        own = jnp.sum(cu[1:] <= token[:, None], axis=1, dtype=jnp.int32)
-        of = jnp.minimum(own, lengths.shape[0] - 1)
-        position = lengths[of] - cu[of + 1] + token
-        position = jnp.where(token < cu[-1], position, -1)
-        slots = page_slots(table[of], position, size)
-        rows = [padded(x.astype(cache.dtype), heads) for x in (keys, values)]
-        scale = 1.0 if cache.dtype in QUANTISED else None
-        scales = {"key_scale": scale, "value_scale": scale}
-        written = append_to_pages(
-            cache, None, rows[0], rows[1], slots, kv_layout="PSK2H", **scales
-        )
-        cache = written[0]
+        cache = _written(cache, keys, values, table, lengths, cu)
     out = _attend(
-        padded(queries, heads * group),
+        _padded(queries, cache.shape[2] * (n // k), lanes),
         cache,
         table,
         lengths,
@@ -166,9 +148,118 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         scales=(sm_scale, k_scale, v_scale),
     )
-    if out_dtype is None:
-        out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
-    return out[:, :n, :h].astype(out_dtype), cache.reshape(kv_cache.shape)
+    out = out[:, :n, :h].astype(_result_dtype(queries, out_dtype))
+    return out, cache.reshape(kv_cache.shape)
+
+
+def ragged_paged_attention_sglang(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache_fused: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    distribution: jax.Array,
+    custom_mask: jax.Array | None = None,
+    attention_sink: jax.Array | None = None,
+    *,
+    causal: int = 1,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    xai_temperature_len: float | None = None,
+    softmax_dtype: Any = None,
+    chunk_prefill_size: int | None = None,
+    d_block_sizes: tuple[int, int, int, int] | None = None,
+    p_block_sizes: tuple[int, int, int, int] | None = None,
+    m_block_sizes: tuple[int, int, int, int] | None = None,
+    vmem_limit_bytes: int | None = None,
+    out_dtype: Any = None,
+    skip_kv_mask: bool = False,
+    disable_semaphore_checks: bool = True,
+    debug_mode: bool = False,
+    mask_aligned_to_cu_kv: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the keys and values of new tokens, and attends (SGLang-JAX's version).
+
+    Pages of all sequences stand one after the other in `page_indices`; as many follow
+    from a sequence's first as it has. The table that `paged_attention` takes has a row
+    of them all for each sequence, sequences * len(page_indices) numbers.
+
+    Args:
+      queries, keys, values, kv_lens, cu_q_lens, distribution, sm_scale, sliding_window,
+        soft_cap, k_scale, v_scale, out_dtype: as for `ragged_paged_attention`.
+      kv_cache_fused: [pages, page size, 2 * K, head size], keys and values of a head in
+        turns; head sizes of rows are padded to it. Donate it, and it is written in
+        place.
+      page_indices: int32 [pages of all sequences, and any after them].
+      cu_kv_lens: int32 [sequences + 1], multiples of the page size; over it, the first
+        page of each sequence.
+      attention_sink: float [N], a logit for each head.
+      causal: 1, or 0 for all keys of the sequence.
+      custom_mask, xai_temperature_len: not served; must be None.
+      mask_value, q_scale, softmax_dtype, chunk_prefill_size and what follows
+        d_block_sizes but out_dtype: taken, not used. The softmax is in float32.
+
+    Returns:
+      The output [tokens, N, H], 0 for tokens of no sequence, and the cache.
+
+    Raises:
+      NotImplementedError: for `custom_mask` and `xai_temperature_len`.
+      TypeError, ValueError: if an argument is wrong, as `paged_attention`.
+
+    References: sgl-project/sglang-jax, kernels/ragged_paged_attention (2026).
+    """
+    del mask_value, q_scale, softmax_dtype, chunk_prefill_size, d_block_sizes
+    del p_block_sizes, m_block_sizes, vmem_limit_bytes, skip_kv_mask
+    del disable_semaphore_checks, debug_mode, mask_aligned_to_cu_kv
+    for name, x, instead in (
+        ("custom_mask", custom_mask, "paged_attention has tree_mask"),
+        ("xai_temperature_len", xai_temperature_len, "scale the queries by positions"),
+    ):
+        if x is not None:
+            raise NotImplementedError(
+                f"{name} must be None, got {type(x).__name__}: {instead}"
+            )
+    queries, keys, values = (
+        as_array(n, x)
+        for n, x in (("queries", queries), ("keys", keys), ("values", values))
+    )
+    (_, n, h), k = queries.shape, keys.shape[1]
+    shape = kv_cache_fused.shape
+    if len(shape) != 4 or shape[2] != 2 * k or shape[3] < h:
+        raise ValueError(
+            f"kv_cache_fused must have shape [pages, page size, {2 * k}, {h} or more], "
+            f"got shape {shape}"
+        )
+    pages, size, _, lanes = shape
+    cache = kv_cache_fused.reshape(pages, size, k, 2, lanes)
+    flat = jnp.asarray(page_indices)
+    own = jnp.asarray(cu_kv_lens)[:-1, None] // size + jnp.arange(flat.shape[0])
+    # Beyond the end: never looked up, since no sequence is so long.
+    table = flat.at[own].get(mode="fill", fill_value=0)
+    lengths, cu = _of_sequences(kv_lens, cu_q_lens, distribution[-1])
+    cache = _written(cache, keys, values, table, lengths, cu)
+    out = _attend(
+        _padded(queries, n, lanes),
+        cache,
+        table,
+        lengths,
+        cu,
+        is_causal=bool(causal),
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        scales=(sm_scale, k_scale, v_scale),
+        sinks=attention_sink,
+    )
+    out = out[..., :h].astype(_result_dtype(queries, out_dtype))
+    return out, cache.reshape(shape)
 
 
 def ragged_paged_attention_v2(
@@ -224,6 +315,34 @@ def ragged_paged_attention_v2(
     )
 
 
+def _result_dtype(queries: jax.Array, asked: Any) -> Any:
+    if asked is not None:
+        return asked
+    return jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
+
+
+def _padded(x: jax.Array, heads: int, lanes: int) -> jax.Array:
+    """[tokens, heads, lanes], filled with zeros."""
+    return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, lanes - x.shape[2])))
+
+
+def _written(cache, keys, values, table, lengths, cu) -> jax.Array:
+    """The cache [pages, page size, K, 2, H] with the last rows of each sequence."""
+    token = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    own = jnp.sum(cu[1:] <= token[:, None], axis=1, dtype=jnp.int32)
+    of = jnp.minimum(own, lengths.shape[0] - 1)
+    position = lengths[of] - cu[of + 1] + token
+    position = jnp.where(token < cu[-1], position, -1)
+    slots = page_slots(table[of], position, cache.shape[1])
+    rows = [
+        _padded(x.astype(cache.dtype), cache.shape[2], cache.shape[4])
+        for x in (keys, values)
+    ]
+    scale = 1.0 if cache.dtype in QUANTISED else None
+    scales = {"key_scale": scale, "value_scale": scale}
+    return append_to_pages(cache, None, *rows, slots, kv_layout="PSK2H", **scales)[0]
+
+
 def _of_sequences(kv_lens, cu_q_lens, count) -> tuple[jax.Array, jax.Array]:
     """Lengths and first tokens, of which those of no sequence are anything."""
     lengths, cu = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
@@ -233,7 +352,17 @@ def _of_sequences(kv_lens, cu_q_lens, count) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend(
-    q, cache, table, lengths, cu, *, is_causal, sliding_window, soft_cap, scales
+    q,
+    cache,
+    table,
+    lengths,
+    cu,
+    *,
+    is_causal,
+    sliding_window,
+    soft_cap,
+    scales,
+    sinks=None,
 ) -> jax.Array:
     """`paged_attention` of a cache [pages, page size, K, 2, H]."""
     scale, of_keys, of_values = scales
@@ -250,6 +379,7 @@ def _attend(
         is_causal=is_causal,
         local_window_size=window,
         logits_soft_cap=soft_cap,
+        sinks=sinks,
         scale=scale if of_keys is None else scale * of_keys,
         kv_layout="PSK2H",
     )

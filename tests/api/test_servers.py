@@ -25,6 +25,60 @@ def test_a_cache_of_another_shape():
         servers.ragged_paged_attention(q, k, v, cache, *given, given[0])
 
 
+def of_sglang(q, cache, k, v, lengths, table, cu):
+    """The same sequences as SGLang gives them: the pages of all in a row."""
+    counts = -(-np.asarray(lengths) // PAGE)
+    flat = [int(x) for row, n in zip(table, counts, strict=True) for x in row[:n]]
+    starts = np.cumsum([0, *counts]) * PAGE
+    rest = lengths, jnp.array([*flat, 99, -7]), cu, jnp.asarray(starts)
+    return q, k, v, cache, *rest, jnp.array([1, 1, 3])
+
+
+@pytest.mark.parametrize("wrong", ["custom_mask", "xai_temperature_len"])
+def test_what_of_sglang_is_not_served(wrong):
+    given = of_sglang(*inputs())
+    with pytest.raises(NotImplementedError, match=f"{wrong} must be None, got int"):
+        servers.ragged_paged_attention_sglang(*given, **{wrong: 3})
+    with pytest.raises(ValueError, match=r"kv_cache_fused .* 6, 128 or more\]"):
+        servers.ragged_paged_attention_sglang(
+            *given[:3], given[3][:, :, 1:], *given[4:]
+        )
+
+
+@pytest.mark.parametrize("size", [H, *deeply(64)])
+def test_sglang_is_version_3_of_other_pages(size):
+    """A head size of 64 has rows of 128 in the cache, 64 of them zeros."""
+    q, cache, k, v, lengths, table, cu = inputs()
+    q, k, v = (x[..., :size] for x in (q, k, v))
+    cache = cache.at[..., size:].set(0)
+    options = {"sm_scale": 0.1, "sliding_window": 6, "soft_cap": 4.0}
+    found, after = servers.ragged_paged_attention_sglang(
+        *of_sglang(q, cache, k, v, lengths, table, cu), **options
+    )
+    shape = servers.get_kv_cache_shape(PAGES, PAGE, K, size, q.dtype)
+    given = cache.reshape(shape), lengths, table.ravel(), cu, jnp.array([1, 1, 3])
+    expected, of_version_3 = servers.ragged_paged_attention(q, k, v, *given, **options)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(after, of_version_3.reshape(after.shape))
+
+
+def test_sinks_of_sglang():
+    """A sink as large as all other weights together halves what is left."""
+    q, k, v, cache, *rest = of_sglang(*inputs())
+    q = jnp.zeros_like(q)  # each key weighs 1
+    keys = jnp.arange(
+        1, 10
+    )  # of the second sequence, whose queries are all of its keys
+    for n, sink in ((2, 5), (0, 1)):
+        sinks = jnp.full(N, -jnp.inf).at[n].set(jnp.log(float(sink)))
+        with_sink, _ = servers.ragged_paged_attention_sglang(
+            q, k, v, cache, *rest, attention_sink=sinks
+        )
+        plain, _ = servers.ragged_paged_attention_sglang(q, k, v, cache, *rest)
+        part = (keys / (keys + sink))[:, None]
+        np.testing.assert_allclose(with_sink[3:12, n], plain[3:12, n] * part, atol=ATOL)
+
+
 def inputs(dtype=jnp.float32):
     rng = np.random.default_rng(0)
     shapes = (TOKENS, N, H), (PAGES, PAGE, 2 * K, H), (TOKENS, K, H), (TOKENS, K, H)
