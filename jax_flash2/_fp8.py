@@ -15,7 +15,7 @@ from jax_flash2 import _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from pallas_kernels.backend import Call
 from pallas_kernels.core import quantise
-from pallas_kernels.core.axes import Axes, Heads, Named
+from pallas_kernels.core.axes import Axes, Heads, Named, varying_alike
 from pallas_kernels.core.quantise import Quantised
 
 _NO_GRADIENT = (
@@ -130,8 +130,13 @@ def _with_groups(x: Named, heads: Heads, size) -> Named:
 
 
 def _without_derivatives(call: Call) -> Call:
-    """The same call, of which JAX can ask no derivative."""
+    """The same call, of which JAX can ask no derivative.
+
+    Inside `shard_map` all operands vary alike from here on.
+    """
     leaves, tree = jax.tree.flatten(call)
+    values = varying_alike(tuple(x.value for x in leaves))
+    leaves = [Named(x, y.axes) for x, y in zip(values, leaves, strict=True)]
     floats = [i for i, x in enumerate(leaves) if is_differentiable(x)]
     constant = _constant(tuple(leaves[i].value for i in floats))
     for i, value in zip(floats, constant, strict=True):

@@ -28,13 +28,13 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash2 import _backends, _sharding, _vjp
+from jax_flash2 import _backends, _vjp
 from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from jax_flash2._rows import RowSharding
 from pallas_kernels import passes
 from pallas_kernels.backend import Call
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.axes import Axes, Named, varying_alike
 
 # Of more devices, the rounds between the first and the last are a loop: three copies of
 # each kernel in the program, whatever their number.
@@ -73,7 +73,7 @@ def attend(
     problem = Problem.of(call, backend, is_named=implementation is not None)
     ring = _Ring(problem, sharding)
     values = tuple(x.value for x in call.operands)
-    *arrays, rank = _sharding.varying_alike((*values, sharding.rank()))
+    *arrays, rank = varying_alike((*values, sharding.rank()))
     return _run(ring, tuple(arrays), rank)
 
 

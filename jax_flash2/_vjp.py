@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash2 import _backends, _reference, _sharding
+from jax_flash2 import _backends, _reference
 from jax_flash2._operation import (
     Operation,
     Problem,
@@ -32,7 +32,7 @@ from jax_flash2._operation import (
     wanted_gradients,
 )
 from pallas_kernels.backend import Call, Pass, Plan
-from pallas_kernels.core.axes import Axes, Named, sizes
+from pallas_kernels.core.axes import Axes, Named, sizes, varying_alike
 
 
 def serving(problem: Problem, operands) -> tuple[str, Call]:
@@ -192,7 +192,7 @@ def attend(problem: Problem, arrays: tuple) -> tuple[jax.Array, ...]:
     Jitted, so that equal calls of a program (the layers of a model) are traced and
     lowered once.
     """
-    arrays = _sharding.varying_alike(arrays)
+    arrays = varying_alike(arrays)
     if problem.backend == _backends.REFERENCE:
         return _reference.attend(problem, arrays)
     return forward(problem, arrays)

@@ -258,6 +258,21 @@ def product(
     )
 
 
+def varying_alike(arrays: tuple) -> tuple:
+    """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
+
+    The transpose sums the gradient of what was shared.
+    """
+    along = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in arrays]
+    everything = frozenset().union(*along)
+    return tuple(
+        jax.lax.pcast(x, tuple(everything - axes), to="varying")
+        if axes != everything
+        else x
+        for x, axes in zip(arrays, along, strict=True)
+    )
+
+
 def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
     """The products of a and b, summed over the axes that `axes` lacks.
 

@@ -204,6 +204,19 @@ def test_transformations():
     assert error(jax.jit(call)(*inside), plain) < 0.01
 
 
+def test_shard_map_with_its_default_checks():
+    """Rows of queries are divided, keys are not. Each part has a scale of its own."""
+    q, k, v = operands(s=T)
+    call = functools.partial(attention, precision="fp8")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("b",), auto, devices=jax.devices()[:2])
+    rows, whole = PartitionSpec(None, "b"), PartitionSpec()
+    specs = rows, whole, whole
+    split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=rows)
+    parts = [call(x, k, v) for x in jnp.split(q, 2, axis=1)]
+    assert error(jax.jit(split)(q, k, v), jnp.concatenate(parts, 1)) < 0.01
+
+
 Q, KV = jnp.zeros((2, 6, N, H), E4M3), jnp.zeros((2, 5, K, H), E4M3)
 GOOD = {"query": Q, "key": KV, "value": KV, **dict.fromkeys(SCALES, 1.0)}
 TWO = {x: GOOD[x].astype(jnp.bfloat16) for x in ("query", "key", "value")}

@@ -30,6 +30,12 @@ MUTANTS = [
             "hadamard",
             f"{CALLS} -k rotations",
         ),
+        (
+            "a rotation that all devices share",
+            "both = varying_alike((x.value, jnp.asarray(matrix, x.dtype)))",
+            "both = (x.value, jnp.asarray(matrix, x.dtype))",
+            f"{CALLS} -k shard_map",
+        ),
     ),
     *of(
         "jax_flash2/_fp8.py",
