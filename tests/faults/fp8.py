@@ -32,8 +32,8 @@ MUTANTS = [
         ),
         (
             "a rotation that all devices share",
-            "both = varying_alike((x.value, jnp.asarray(matrix, x.dtype)))",
-            "both = (x.value, jnp.asarray(matrix, x.dtype))",
+            "axes_.varying_alike((x.value, jnp.asarray(matrix, x.dtype)))",
+            "(x.value, jnp.asarray(matrix, x.dtype))",
             f"{CALLS} -k shard_map",
         ),
     ),
