@@ -162,6 +162,8 @@ def shared_memory(
         tiles += 4 * blocks.num_stages * streamed  # what keys have each
         tiles += dropout * bits * (1 + (owns_keys or kernel == "dbias"))
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
+    elif kernel != "dbias" and not owns_keys:
+        tiles += 8 * blocks.num_stages * streamed  # also what keys have each
     return int(need) + tiles
 
 
