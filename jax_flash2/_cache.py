@@ -11,10 +11,10 @@ import numpy as np
 
 from jax_flash2._arguments import Array
 from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
-from jax_flash2._pools import AXES, QUANTISED, letters_of
+from jax_flash2._pools import AXES, letters_of
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import bits, indexed
-from pallas_kernels.core.quantise import largest_of, narrowed
+from pallas_kernels.core.quantise import QUANTISED, largest_of, narrowed
 
 
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:

@@ -11,8 +11,8 @@ import numpy as np
 
 from jax_flash2._arrays import as_array, unwrapped
 from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core.quantise import QUANTISED
 
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 # Axes of a pool by the letters of `kv_layout`, but for "2" and "H".
 AXES = {"P": "p", "S": "r", "K": "k"}
 

@@ -1,8 +1,11 @@
 """Operands of eight bits: their scales, and how queries, keys and values get them.
 
-A number is q * scale, with q in one byte. A call whose query, key and value all have
-eight bits has no gradients. The scale of queries and keys is one number for each batch
-entry and query head, `Score.key_scale`, that of values `AttentionSpec.value_scale`.
+A number is q * scale, with q in one byte. A call with such operands has no gradients.
+A key's scale multiplies its scores (`Score.key_scale`), a value's its probabilities
+(`AttentionSpec.value_scale`). Where queries have eight bits, too, products are made of
+eight bits; their scale and that of keys are one number for each batch entry and query
+head. Beside wider queries keys and values are converted block by block to their dtype,
+and each row may have a scale of its own.
 
 e4m3 rounds by up to 6 %, and a scale that an outlier decides leaves the others few
 bits. Three things that a softmax does not see make numbers alike (`quantised`):
@@ -33,6 +36,8 @@ from pallas_kernels.core.axes import Heads, Named, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 FP8 = jnp.float8_e4m3fn
+# What keys and values may be beside wider queries.
+QUANTISED = (jnp.int8, FP8, jnp.float8_e5m2)
 
 
 def largest_of(dtype) -> float:

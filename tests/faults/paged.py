@@ -113,6 +113,12 @@ MUTANTS = [
             "return kv > self.first",
             PAGED.format("int8_parts_starts and xla"),
         ),
+        (
+            "keys before a start are not left out",
+            "return Named(jnp.arange(kv_size, dtype=jnp.int32) >= first",
+            "return Named(jnp.arange(kv_size, dtype=jnp.int32) >= 0 * first",
+            "tests/kernels/test_masked_rows.py -k before_a_start",
+        ),
     ),
     *of(
         "pallas_kernels/core/pairs.py",
