@@ -151,7 +151,7 @@ class Arguments:
         self, shape: Shape, spec: AttentionSpec, operands: dict[str, jax.Array]
     ) -> AttentionSpec:
         """The spec with the scales of quantised operands."""
-        scales: dict[str, Named | None] = {}
+        scales: dict[str, Named] = {}
         for name, x in operands.items():
             scale = getattr(self, f"{name}_scale")
             if x.dtype in QUANTISED:
@@ -175,7 +175,8 @@ class Arguments:
                     "precision must be None or 'fp8' for a query in float8_e4m3fn, got "
                     f"{self.precision!r}"
                 )
-            return with_scales(spec, **scales, group=shape.group)
+            of_all = (scales[name] for name in operands)
+            return with_scales(spec, *of_all, group=shape.group)
         score = dataclasses.replace(spec.score, key_scale=scales.get("key"))
         return dataclasses.replace(spec, score=score, value_scale=scales.get("value"))
 
