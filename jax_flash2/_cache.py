@@ -97,6 +97,9 @@ def quantize_kv(
       >>> q, scale = quantize_kv(x, jnp.int8)
       >>> q.dtype.name, scale.shape
       ('int8', (2, 30, 4))
+      >>> q, scale = quantize_kv(x, jnp.int4)  # two elements a byte
+      >>> q.dtype.name, q.shape
+      ('uint8', (2, 30, 4, 32))
     """
     x = _floats("x", x)
     dtype = _quantised("dtype", dtype)

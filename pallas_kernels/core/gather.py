@@ -152,8 +152,8 @@ def bits(x: jax.Array) -> jax.Array:
     XLA for CPUs widens a whole pool to move some rows of such floats, where it copies
     one of integers (JAX 0.12.0.1). For GPUs it does neither (benchmarks/lab/103).
     """
-    is_byte = x.dtype.itemsize == 1
-    return jax.lax.bitcast_convert_type(x, jnp.int8) if is_byte else x
+    is_float = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(x, jnp.int8) if is_float else x
 
 
 def indexed(own: Axes, index: dict, axes: tuple[str, ...]) -> tuple[tuple, Axes]:

@@ -85,8 +85,8 @@ MUTANTS = [
         "pallas_kernels/triton/packed.py",
         (
             "elements of one byte are loaded one by one",
-            "return size >= 32 and size & (size - 1) == 0",
-            "return False",
+            "is_packed = size >= 32 and size & (size - 1) == 0",
+            "is_packed = False",
             LOWERED.format("kernels_lower and int8"),
         ),
     ),
