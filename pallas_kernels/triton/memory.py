@@ -57,15 +57,15 @@ class View(layout.View):
     def load(self, order, where, padding: float = 0) -> Any:
         """As of a layout's view; a `Packed` tile of a head axis in turns."""
         pieces = where[self.axes[-1]] if self.axes else None
-        first = pieces[0] if isinstance(pieces, tuple) else None
-        if first is None or first.step == 1 or self.dtype.itemsize > 1:
+        in_turns = isinstance(pieces, tuple) and pieces[0].step > 1
+        if not in_turns or self.dtype.itemsize > 1:
             return super().load(order, where, padding)
         if self.interpret or addresses.pallas is None:
             if self.dtype != nibbles.BYTES:
                 return super().load(order, where, padding)
             return tuple(self._halves(order, where, padding, x) for x in pieces)
         packed = dataclasses.replace(self, is_packed=True)
-        half = {**where, self.axes[-1]: Rows(0, first.size)}
+        half = {**where, self.axes[-1]: Rows(0, pieces[0].size)}
         return Packed(packed.load(order, half, padding), self.dtype)
 
     def _halves(self, order, where, padding: float, piece: Rows) -> jax.Array:
