@@ -57,8 +57,8 @@ class View(layout.View):
     def load(self, order, where, padding: float = 0) -> Any:
         """As of a layout's view; a `Packed` tile of a head axis in turns."""
         pieces = where[self.axes[-1]] if self.axes else None
-        in_turns = isinstance(pieces, tuple) and pieces[0].step > 1
-        if not in_turns or self.dtype.itemsize > 1:
+        wide = self.dtype.itemsize > 1
+        if wide or not isinstance(pieces, tuple) or pieces[0].step == 1:
             return super().load(order, where, padding)
         if self.interpret or addresses.pallas is None:
             if self.dtype != nibbles.BYTES:

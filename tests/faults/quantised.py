@@ -90,7 +90,7 @@ MUTANTS = [
             "numbers of four bits are cut, not rounded",
             "return nibbles.packed(jnp.round(x).astype(jnp.int8))",
             "return nibbles.packed(x.astype(jnp.int8))",
-            CALLS.format("tokens_one_by_one and int4"),
+            FOUR_BITS.format("are_those_of_jax"),
         ),
     ),
     *of(

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import merge, paged_attention
+from jax_flash2 import merge, paged_attention, quantize_kv
 from pallas_kernels import device
 from pallas_kernels.core import nibbles
 from pallas_kernels.triton import packed, support
 from tests.cases import ON_GPU
-from tests.paged import E4M3, E5M2, INT8, PROBLEMS, by_name, only
+from tests.paged import E4M3, E5M2, INT4, INT8, PROBLEMS, by_name, only
 from tests.tiers import deep
 
 # Interpreted kernels take seconds each: these have every path between them.
@@ -147,6 +147,8 @@ def test_pairs_of_four_bits_are_those_of_jax():
     bytes_ = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
     np.testing.assert_array_equal(nibbles.packed(codes), bytes_)
     np.testing.assert_array_equal(nibbles.elements(bytes_), codes)
+    bytes_, scale = quantize_kv(jnp.array([[7.0, -6.6, 0.6, 0.4]]), INT4)
+    assert nibbles.elements(bytes_).tolist() == [[7, -7, 1, 0]] and scale == 1.0
 
 
 def test_a_shared_prefix_is_merged():
