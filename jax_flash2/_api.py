@@ -28,6 +28,7 @@ class _Options(TypedDict, total=False):
     is_causal: bool
     query_seq_lengths: Array | None
     key_value_seq_lengths: Array | None
+    key_value_seq_starts: Array | None
     local_window_size: Window | None
     query_segment_ids: Array | None
     key_value_segment_ids: Array | None
@@ -100,6 +101,7 @@ def attention(
     is_causal: bool = False,
     query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None,
+    key_value_seq_starts: Array | None = None,
     local_window_size: Window | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
@@ -138,9 +140,10 @@ def attention(
       query: [*B, T, N, H], or [T, H] for a single head. The dtype is bfloat16, float16,
         float32 or float64. float64 requires x64 mode and runs on "xla". Or it is
         float8_e4m3fn, with `query_scale`.
-      key: [*B, S, K, H], or [S, H], in the dtype of query. K must divide N: query head
-        n reads key/value head n // (N // K) (grouped-query attention).
-      value: [*B, S, K, Hv], or [S, Hv], in the dtype of query.
+      key: [*B, S, K, H], or [S, H], in the dtype of query; beside wider queries also
+        int8, float8_e4m3fn or float8_e5m2, with `key_scale`. K must divide N: query
+        head n reads key/value head n // (N // K) (grouped-query attention).
+      value: [*B, S, K, Hv], or [S, Hv], likewise, with `value_scale`.
       bias: added to the scaled products. It has any float dtype and broadcasts to
         [*B, N, T, S] ([T, S] for a single head). -inf masks a pair: the query does not
         attend to the key, whatever the rest of its score. With a soft cap, so does a
@@ -167,6 +170,8 @@ def attention(
       key_value_seq_lengths: int32 [*B], the number of valid keys. No query attends to
         later rows, and their contents (even NaN and inf) never reach a result. Values
         are clipped to [0, S].
+      key_value_seq_starts: int32 [*B], the first valid key (padding on the left), with
+        its position unchanged. What is said of later rows holds for those before it.
       local_window_size: (left, right): a query at position p attends to the keys from
         p - left to p + right, inclusive. None means unbounded on that side. An int w
         means (w, w). If is_causal is True, right is 0.
@@ -260,11 +265,11 @@ def attention(
         must agree, too, with lists of the blocks that it keeps, made once for many
         calls. It brings its `query_offset`. Beside other masks the call makes lists of
         what all of them keep.
-      query_scale, key_scale, value_scale: of float8_e4m3fn inputs, and required there:
-        what each number is multiplied by to give the real one (descale). float32
-        [*B, N], [*B, K] and [*B, K], as `quantize_kv(x, jnp.float8_e4m3fn, (-3, -1))`
-        gives them with an axis of size 1; or one number for each head, or a number
-        (1.0 for none).
+      query_scale, key_scale, value_scale: of quantised inputs, and required there: what
+        each number is multiplied by to give the real one (descale). A number (1.0 for
+        none), one for each head, [N] or [K], or [*B, N] and [*B, K], in any float
+        dtype. Keys and values beside wider queries may have one for each row, too, as
+        `quantize_kv` gives them: [*B, S, K] or [*B, S, 1] ([S] for a single head).
 
     Returns:
       out: [*B, T, N, Hv] ([T, Hv] for a single head) in the dtype of query, bfloat16
@@ -283,14 +288,18 @@ def attention(
     Raises:
       TypeError, ValueError: if an argument is wrong. The message names the argument,
         what was given and what was expected. TypeError, too, if JAX asks for a
-        derivative of a call in eight bits.
+        derivative of a call with quantised operands.
 
     Numerics: the softmax and all sums use float32 (float64 for float64 inputs).
     Probabilities are rounded to the dtype of value before they multiply value, as in
     `jax.nn.dot_product_attention`. The same inputs on the same GPU give the same bits.
 
-    Eight bits: with precision="fp8", the output of normal inputs has an error of 6 % of
-    its own size (root mean square; 0.2 % in bfloat16), and about as much if one element
+    Eight bits: the query's dtype is that of products. Quantised keys and values beside
+    wider queries are converted to it in registers; a key's scale multiplies its scores,
+    a value's its probabilities, in float32.
+
+    With precision="fp8", the output of normal inputs has an error of 6 % of its own
+    size (root mean square; 0.2 % in bfloat16), and about as much if one element
     of a thousand is ten times larger, or some elements of all keys or values share an
     offset: the mean key and the mean value are taken out, and a Hadamard matrix rotates
     queries and keys, which no softmax sees (without these, up to 10 % and more). Scores
@@ -388,6 +397,7 @@ def attention(
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        key_value_seq_starts=key_value_seq_starts,
         local_window_size=local_window_size,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,

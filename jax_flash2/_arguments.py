@@ -26,7 +26,7 @@ from pallas_kernels.backend import Call
 from pallas_kernels.configs import Config
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Atom, Lengths
-from pallas_kernels.core.quantise import FP8, with_scales
+from pallas_kernels.core.quantise import FP8, QUANTISED, with_scales
 from pallas_kernels.core.scores import (
     Alibi,
     Bias,
@@ -42,6 +42,7 @@ Window = int | tuple[int | None, int | None]
 Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | tuple[Any, Any]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, FP8)
+_KINDS = "int8, float8_e4m3fn, float8_e5m2"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,6 +58,7 @@ class Arguments:
     is_causal: bool
     query_seq_lengths: Array | None
     key_value_seq_lengths: Array | None
+    key_value_seq_starts: Array | None
     local_window_size: Window | None
     query_segment_ids: Array | None
     key_value_segment_ids: Array | None
@@ -113,7 +115,8 @@ class Arguments:
             spec = dataclasses.replace(spec, offset=None)
         all_keys = parts * shape.s
         spec = spec.with_known_rows(parts * shape.t, all_keys)
-        spec = self._with_scales(shape, spec, query.dtype)
+        operands = {"query": query, "key": key, "value": value}
+        spec = self._with_scales(shape, spec, operands)
         if self.config is not None:
             division.check(self.config.splits, all_keys)
         q, k, v = shape.operands(query, key, value)
@@ -140,41 +143,42 @@ class Arguments:
 
     @property
     def in_eight_bits(self) -> bool:
-        """Whether products are of eight bits (of arguments that were checked)."""
-        return self.wants_fp8 or unwrapped(self.query).dtype == FP8
+        """Whether operands have eight bits, or get them (of checked arguments)."""
+        operands = map(unwrapped, (self.query, self.key, self.value))
+        return self.wants_fp8 or any(x.dtype in QUANTISED for x in operands)
 
-    def _with_scales(self, shape: Shape, spec: AttentionSpec, dtype) -> AttentionSpec:
-        """The spec with the scales of operands of eight bits."""
-        names = ("query_scale", "key_scale", "value_scale")
-        given = {name: getattr(self, name) for name in names}
-        is_narrow = dtype == FP8
-        if not is_narrow:
-            found = [name for name, x in given.items() if x is not None]
-            if found:
+    def _with_scales(
+        self, shape: Shape, spec: AttentionSpec, operands: dict[str, jax.Array]
+    ) -> AttentionSpec:
+        """The spec with the scales of quantised operands."""
+        scales: dict[str, Named] = {}
+        for name, x in operands.items():
+            scale = getattr(self, f"{name}_scale")
+            if x.dtype in QUANTISED:
+                scales[name] = shape.operand_scale(f"{name}_scale", scale, x.dtype)
+            elif scale is not None:
                 raise ValueError(
-                    f"{found[0]} must be None for a query in {dtype.name}, which is "
-                    "not quantised, got a scale"
+                    f"{name}_scale must be None for a {name} in {x.dtype.name}, which "
+                    "is not quantised, got a scale"
                 )
-            two_bytes = dtype.itemsize == 2
-            if self.wants_fp8 and not two_bytes:
-                raise TypeError(
-                    "precision='fp8' takes bfloat16 or float16 operands, got query "
-                    f"{dtype.name}: cast them, as query.astype(jax.numpy.bfloat16)"
+        in_eight_bits = "query" in scales
+        if self.wants_fp8 and not in_eight_bits:
+            _check_fp8(operands)
+        if self.context is not None and (scales or self.wants_fp8):
+            raise ValueError(
+                "context must be None with precision='fp8' or quantised operands, got "
+                f"{self.context!r}"
+            )
+        if in_eight_bits:
+            if self.precision is not None and not self.wants_fp8:
+                raise ValueError(
+                    "precision must be None or 'fp8' for a query in float8_e4m3fn, got "
+                    f"{self.precision!r}"
                 )
-        if self.context is not None and (is_narrow or self.wants_fp8):
-            raise ValueError(
-                "context must be None with precision='fp8' or float8_e4m3fn operands, "
-                f"got {self.context!r}"
-            )
-        if not is_narrow:
-            return spec
-        if self.precision is not None and not self.wants_fp8:
-            raise ValueError(
-                "precision must be None or 'fp8' for float8_e4m3fn operands, got "
-                f"{self.precision!r}"
-            )
-        scales = [shape.operand_scale(name, x) for name, x in given.items()]
-        return with_scales(spec, *scales, group=shape.group)
+            of_all = (scales[name] for name in operands)
+            return with_scales(spec, *of_all, group=shape.group)
+        score = dataclasses.replace(spec.score, key_scale=scales.get("key"))
+        return dataclasses.replace(spec, score=score, value_scale=scales.get("value"))
 
     def _check_block_mask(self) -> None:
         if not isinstance(self.block_mask, BlockMask):
@@ -203,6 +207,7 @@ class Arguments:
         ]
         if any(x is not None for x in lengths):
             masks.append(Lengths(*lengths))
+        masks += shape.starts(self.key_value_seq_starts)
         masks += shape.segments(self.query_segment_ids, self.key_value_segment_ids)
         if self.mask is not None:
             masks.append(shape.mask(self.mask))
@@ -265,6 +270,22 @@ class Arguments:
         return lines
 
 
+def _check_fp8(operands: dict[str, jax.Array]) -> None:
+    """That operands, of which the query is not quantised, can be quantised here."""
+    for name, x in operands.items():
+        if x.dtype in QUANTISED:
+            raise TypeError(
+                "precision='fp8' quantises query, key and value, got a quantised "
+                f"{name} ({x.dtype.name}): leave precision out, or pass all three in "
+                "float8_e4m3fn with their scales"
+            )
+        if x.dtype.itemsize != 2:
+            raise TypeError(
+                f"precision='fp8' takes bfloat16 or float16 operands, got {name} "
+                f"{x.dtype.name}: cast them, as {name}.astype(jax.numpy.bfloat16)"
+            )
+
+
 def _check_operands(query: Array, key: Array, value: Array) -> tuple[jax.Array, ...]:
     """As JAX arrays."""
     given = {"query": query, "key": key, "value": value}
@@ -273,12 +294,14 @@ def _check_operands(query: Array, key: Array, value: Array) -> tuple[jax.Array, 
     query, key, value = given.values()
     for name, x in given.items():
         check_array(name, x)
-        if x.dtype not in _DTYPES:
+        is_quantised = x.dtype in QUANTISED and name != "query"
+        if x.dtype not in _DTYPES and not is_quantised:
+            kinds = "float8_e4m3fn" if name == "query" else _KINDS
             raise TypeError(
                 f"{name} must have dtype bfloat16, float16, float32, float64 or "
-                f"float8_e4m3fn (with scales), got {x.dtype.name}"
+                f"{kinds} (with scales), got {x.dtype.name}"
             )
-        if x.dtype != query.dtype:
+        if x.dtype != query.dtype and (query.dtype == FP8 or not is_quantised):
             raise TypeError(
                 "query, key and value must have the same dtype, got query "
                 f"{query.dtype.name} and {name} {x.dtype.name}: cast one, as "

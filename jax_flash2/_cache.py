@@ -11,10 +11,10 @@ import numpy as np
 
 from jax_flash2._arguments import Array
 from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
-from jax_flash2._pools import AXES, QUANTISED, letters_of
+from jax_flash2._pools import AXES, letters_of
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import bits, indexed
-from pallas_kernels.core.quantise import largest_of, narrowed
+from pallas_kernels.core.quantise import STORED, largest_of, narrowed
 
 
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
@@ -70,19 +70,20 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
 def quantize_kv(
     x: Array, dtype: Any, axes: int | tuple[int, ...] = -1
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys or values in one byte an element, and their scale: x is about q * scale.
+    """Keys or values in few bits, and their scale: x is about q * scale.
 
     The scale is the largest size of an element over `axes`, divided by the largest
-    number of the dtype (127 of int8).
+    number of the dtype (127 of int8, 7 of int4).
 
     Args:
       x: [..., K, H], of any float dtype.
-      dtype: int8, float8_e4m3fn or float8_e5m2.
+      dtype: int8, float8_e4m3fn, float8_e5m2, or int4 for `paged_attention`.
       axes: over which elements share a scale; the last is one of them. -1 gives one for
         each row and head, (-2, -1) for each row.
 
     Returns:
-      q: in the shape of x and the dtype.
+      q: in the shape of x and the dtype. Of int4 it is uint8 with two elements a byte,
+        [..., K, H / 2]: element 2 i in the low half of byte i, 2 i + 1 in the high one.
       scale: float32 in the shape of x without its last axis, of size 1 along the others
       of axes; q * scale[..., None] is near x.
 
@@ -96,6 +97,9 @@ def quantize_kv(
       >>> q, scale = quantize_kv(x, jnp.int8)
       >>> q.dtype.name, scale.shape
       ('int8', (2, 30, 4))
+      >>> q, scale = quantize_kv(x, jnp.int4)  # two elements a byte
+      >>> q.dtype.name, q.shape
+      ('uint8', (2, 30, 4, 32))
     """
     x = _floats("x", x)
     dtype = _quantised("dtype", dtype)
@@ -108,6 +112,10 @@ def quantize_kv(
         raise ValueError(
             f"axes must be different axes of x, shape {x.shape}, and the last among "
             f"them, got {axes!r}"
+        )
+    if dtype == jnp.int4 and x.shape[-1] % 2:
+        raise ValueError(
+            f"x must have an even last axis for int4, two a byte, got shape {x.shape}"
         )
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=tuple(numbers), keepdims=True, initial=0.0)
@@ -186,7 +194,7 @@ def append_to_pages(
         scales.append(scale)
     if "2" in letters:
         pools = [both, None]
-    is_quantised = any(x is not None and x.dtype in QUANTISED for x in pools)
+    is_quantised = any(x is not None and x.dtype in STORED for x in pools)
     return (*pools, *scales) if is_quantised else tuple(pools)
 
 
@@ -205,13 +213,15 @@ class _Pool:
     def written(self, name: str, rows, slots: jax.Array, scale):
         """The pool with these rows, and the scale."""
         rows, (k, h) = _floats(name, rows), (self.size["k"], self.size["h"])
+        kind = STORED.get(self.pages.dtype)
+        h *= 2 if kind == jnp.int4 else 1
         if rows.shape != (*slots.shape, k, h):
             raise ValueError(
                 f"{name} must have shape {(*slots.shape, k, h)}, from slots and "
                 f"{name}_pages, got {rows.shape}"
             )
         rows, slots = rows.reshape(-1, k, h), slots.reshape(-1)
-        if self.pages.dtype not in QUANTISED:
+        if kind is None:
             if scale is not None:
                 raise ValueError(
                     f"{name}_scale must be None for pages in {self.pages.dtype.name}, "
@@ -228,13 +238,13 @@ class _Pool:
         of_rows = self._scale(f"{name}_scale", scale)
         if is_pool:
             axes = (-2, -1) if of_rows.shape[-1] == 1 != k else -1
-            rows, found = quantize_kv(rows, self.pages.dtype, axes)
+            rows, found = quantize_kv(rows, kind, axes)
             found = found.astype(of_rows.dtype)
             scale = self._put(of_rows, ("p", "r", "k"), found, slots)
         else:
             of_rows = of_rows.astype(jnp.float32)
             of_rows = of_rows[:, None] if of_rows.ndim else of_rows
-            rows = narrowed(rows, of_rows, self.pages.dtype)
+            rows = narrowed(rows, of_rows, kind)
         return self._put(self.pages, self.axes, rows, slots), scale
 
     def _scale(self, name: str, x) -> jax.Array:
@@ -275,8 +285,8 @@ def _quantised(name: str, dtype) -> np.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found not in QUANTISED:
+    if found is None or found not in STORED.values():
         raise TypeError(
-            f"{name} must be int8, float8_e4m3fn or float8_e5m2, got {dtype!r}"
+            f"{name} must be int8, int4, float8_e4m3fn or float8_e5m2, got {dtype!r}"
         )
     return found

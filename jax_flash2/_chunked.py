@@ -274,7 +274,7 @@ def forward(_: Plan, call: Call, outputs):
     blocks = None if call.config is None else call.config.forward
     cut = _Cut.of([q, k, v], spec, blocks, call.precision)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
-    v = clear.dropped_keys(spec, v)
+    spec, v = clear.scale_of_values(spec), clear.dropped_keys(spec, v)
     fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)
     q, k, v = (cut.rows(x, spec) for x in (q, k, v))
     fields = cut.fields(fields)
@@ -284,12 +284,15 @@ def forward(_: Plan, call: Call, outputs):
 
     def visit(starts, state):
         whole = list(map(Named, state, state_axes))
-        q_block, k_block, v_block = (cut.at(x, starts) for x in (q, k, v))
+        q_block, *of_keys = (cut.at(x, starts) for x in (q, k, v))
         pairs = cut.pairs(fields, starts)
+        k_block, v_block = (
+            Named(pairs.widened(x.value, q.dtype), x.axes) for x in of_keys
+        )
         qk = cut.product(q_block, k_block, pair_axes)
 
         def product(p):
-            p = cut.named(pairs.left(p).astype(v.dtype))
+            p = cut.named(pairs.left(p).astype(v_block.dtype))
             return cut.product(p, v_block, columns)
 
         scores = pairs.scores_of(qk, q.dtype)

@@ -1,4 +1,4 @@
-"""Attention in eight bits: operands that have them, or get them here.
+"""Attention of quantised operands: those that have eight bits, or get them here.
 
 There are no derivatives.
 """
@@ -19,9 +19,10 @@ from pallas_kernels.core.axes import Axes, Heads, Named, varying_alike
 from pallas_kernels.core.quantise import Quantised
 
 _NO_GRADIENT = (
-    "attention in 8 bits (precision='fp8', or float8_e4m3fn operands) has no "
-    "derivatives: call jax_flash2.attention with bfloat16 or float16 operands and "
-    "without precision='fp8', which has, or apply jax.lax.stop_gradient to the operands"
+    "attention in 8 bits (precision='fp8', or quantised operands) has no derivatives: "
+    "call jax_flash2.attention without precision='fp8' and with operands that are not "
+    "quantised, or multiplied by their scales, which has; or apply "
+    "jax.lax.stop_gradient to the operands"
 )
 
 
@@ -29,7 +30,7 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
     """What `_vjp.run` gives, of a call in eight bits.
 
     Args:
-      call: whose operands have eight bits, or two bytes: these are quantised.
+      call: with operands of eight bits, or with none: all of these are quantised.
       implementation: as for `attention`.
 
     Raises:
@@ -39,11 +40,11 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
     division = _sharding.explicit_division(call.operands, rows=True)
     if division is not None and "t" in division.along:
         raise ValueError(
-            "rows must not be divided over devices with precision='fp8' or "
-            f"float8_e4m3fn operands, got query sharded along {division.along['t']}"
+            "rows must not be divided over devices with precision='fp8' or quantised "
+            f"operands, got query sharded along {division.along['t']}"
         )
     call = _without_derivatives(call)
-    if call.is_quantised:
+    if call.reads_bytes:
         return _vjp.run(call, implementation)
     found = quantised(call)
     narrow = in_eight_bits(call, found)
@@ -60,7 +61,7 @@ def in_eight_bits(call: Call, found: Quantised | None = None) -> Call:
       call: as of `run`.
       found: its operands in eight bits, if they are at hand.
     """
-    if call.is_quantised:
+    if call.reads_bytes:
         return call
     x = quantised(call) if found is None else found
     return Call(x.query, x.key, x.value, x.spec, call.config)

@@ -76,7 +76,9 @@ def paged_attention(
       query: [B, T, N, H], or [tokens, N, H] with `cu_query_lengths`; bfloat16, float16
         or float32.
       key_pages: [P, page, K, H], in the dtype of query, or quantised: int8,
-        float8_e4m3fn or float8_e5m2. K must divide N.
+        float8_e4m3fn or float8_e5m2; or [P, page, K, H / 2] of uint8 with two elements
+        of int4 a byte, the even one in the low half (`quantize_kv`, or
+        `jax.lax.bitcast_convert_type` of pairs of int4). K must divide N.
       value_pages: [P, page, K, Hv], likewise. None: values are the first
         `value_head_size` elements of keys (absorbed multi-head latent attention), or
         the second half of `key_pages`, if its layout has a "2".

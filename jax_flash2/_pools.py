@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._arrays import as_array, unwrapped
-from pallas_kernels.core.axes import Axes, Named
+from pallas_kernels.core import nibbles
+from pallas_kernels.core.axes import Axes, Named, bytes_of
+from pallas_kernels.core.quantise import STORED
 
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 # Axes of a pool by the letters of `kv_layout`, but for "2" and "H".
 AXES = {"P": "p", "S": "r", "K": "k"}
 
@@ -48,6 +49,7 @@ class Pools:
             )
         key = _pool("key_pages", key, letters, query.dtype)
         size = dict(zip(letters, key.shape, strict=True))
+        size["H"] *= 1 if head_of(key, "h") == "h" else 2
         if both and size["2"] != 2:
             raise ValueError(
                 f"key_pages must have an axis of 2 where kv_layout={layout!r} says, "
@@ -64,9 +66,9 @@ class Pools:
                 "key_pages must have a number of heads that divides those of query, "
                 f"{n}, got {heads} (shape {key.shape})"
             )
-        axes = AXES | {"2": "u0", "H": "h"}
+        axes = AXES | {"2": "u0", "H": head_of(key, "h")}
         names: Axes = tuple(axes[x] for x in letters)
-        own, head = key, "d"
+        own, head = key, head_of(key, "d")
         if value is not None:
             own = _pool("value_pages", value, letters, query.dtype)
             if own.shape[:-1] != key.shape[:-1]:
@@ -74,7 +76,13 @@ class Pools:
                     "value_pages must have the shape of key_pages except for the head "
                     f"size, {key.shape}, got {own.shape}"
                 )
+            head = head_of(own, "d")
         elif not both:
+            if head != "d":
+                raise ValueError(
+                    "value_head_size must be None for key_pages in uint8 (int4, two "
+                    f"elements a byte), got {value_head_size!r}: pass value_pages"
+                )
             is_int = isinstance(value_head_size, int | np.integer)
             if not is_int or not 1 <= value_head_size <= size["H"]:
                 raise ValueError(
@@ -89,7 +97,7 @@ class Pools:
 
     def scale(self, name: str, x, pool: Named, batch: int) -> Named | None:
         """The scale of a quantised pool, with its axes."""
-        is_quantised = pool.dtype in QUANTISED
+        is_quantised = pool.dtype in STORED
         if x is None:
             return None
         if not is_quantised:
@@ -119,6 +127,11 @@ class Pools:
         return Named(x, shapes[x.shape])
 
 
+def head_of(x, name: str) -> str:
+    """The name of the head axis, `name`, of a pool of these elements."""
+    return bytes_of(name) if x.dtype == nibbles.BYTES else name
+
+
 def letters_of(layout: Any) -> str:
     """A `kv_layout`; raises a ValueError if it is none."""
     known = isinstance(layout, str) and layout[-1:] == "H"
@@ -132,10 +145,11 @@ def letters_of(layout: Any) -> str:
 
 def _pool(name: str, x, letters: str, dtype) -> jax.Array:
     x = as_array(name, x)
-    if x.dtype != dtype and x.dtype not in QUANTISED:
+    if x.dtype != dtype and x.dtype not in STORED:
         raise TypeError(
             f"{name} must have the dtype of query, {dtype.name}, or int8, "
-            f"float8_e4m3fn or float8_e5m2, got {x.dtype.name}"
+            "float8_e4m3fn, float8_e5m2 or uint8 (int4, two elements a byte), got "
+            f"{x.dtype.name}"
         )
     if x.ndim != len(letters):
         axes = ", ".join(letters)

@@ -15,6 +15,7 @@ from jax import lax
 from jax_flash2 import _sharding
 from jax_flash2._operation import Problem, forward_outputs
 from pallas_kernels.core import clear, gather
+from pallas_kernels.core.arithmetic import widened
 from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
 
@@ -48,7 +49,9 @@ def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     q, k, v = (heads.split(x).squeezed() for x in (q, k, v))
     sink = None if spec.sink is None else heads.split(spec.sink).to(rows)
     spec, (k, v) = gather.whole(spec, (k, v), size, q.dtype)
+    k, v = (Named(widened(x.value, q.dtype), x.axes) for x in (k, v))
     k, v = (clear.dropped_keys(spec, x) for x in (k, v))
+    spec = clear.scale_of_values(spec)
     spec = jax.tree.map(lambda x: heads.split(x).to(pair_axes), spec)
     ends = {"t": (0, size["t"]), "s": (0, size["s"])}
     pairs = Pairs(spec, ends, precision=precision, is_differentiated=True)

@@ -22,7 +22,8 @@ from jax_flash2._arrays import (
 from jax_flash2._options import FAR, STATIC, check_bool
 from pallas_kernels.core.axes import ALL_KEYS, Axes, Named
 from pallas_kernels.core.dropout import Dropout, seeds
-from pallas_kernels.core.masks import DenseMask, SegmentIds
+from pallas_kernels.core.masks import DenseMask, SegmentIds, Starts
+from pallas_kernels.core.quantise import FP8
 
 
 class Shape:
@@ -72,6 +73,13 @@ class Shape:
             return None
         x = self._integers(name, x, self.batch)
         return Named(clipped(x, 0, size), self.batch_axes)
+
+    def starts(self, x) -> list[Starts]:
+        """Zero atoms or one."""
+        if x is None:
+            return []
+        x = self._integers("key_value_seq_starts", x, self.batch)
+        return [Starts(Named(clipped(x, 0, self.parts * self.s), self.batch_axes))]
 
     def segments(self, query_ids, key_value_ids) -> list[SegmentIds]:
         """Zero atoms, one, or one for each half of 64-bit ids."""
@@ -163,16 +171,19 @@ class Shape:
     def sinks(self, x) -> Named:
         return self._per_head("sinks", x, batched=False)
 
-    def operand_scale(self, name: str, x) -> Named:
-        """The scale of query, key or value of eight bits."""
+    def operand_scale(self, name: str, x, dtype) -> Named:
+        """The scale of a quantised query, key or value of that dtype.
+
+        Keys and values may have one for each row beside queries that are not quantised.
+        """
         is_query = name == "query_scale"
         heads = self.heads if is_query else self.key_heads
         axes: Axes = () if self.single else ("n" if is_query else "k",)
         x = unwrapped(x)
         if x is None:
             raise TypeError(
-                f"{name} must be given for operands in float8_e4m3fn, got None: what "
-                "they are multiplied by, 1.0 for nothing"
+                f"{name} must be given for a {name.split('_')[0]} in {dtype.name}, got "
+                "None: what it is multiplied by, 1.0 for nothing"
             )
         if isinstance(x, int | float) and not isinstance(x, bool):
             x = np.float32(x)
@@ -182,12 +193,17 @@ class Shape:
             heads: axes,
             (*self.batch, *heads): (*self.batch_axes, *axes),
         }
+        of_rows = self.dtype != FP8
+        if of_rows:
+            rows, names = (*self.batch, self.s), (*self.batch_axes, "s")
+            one = {} if self.single else {(*rows, 1): (*names, None)}
+            shapes |= {**one, (*rows, *heads): (*names, *axes)}
         if x.shape not in shapes:
             expected = ", ".join(map(str, shapes))
             raise ValueError(
                 f"{name} must have one of the shapes {expected}, got shape {x.shape}"
             )
-        return Named(x.astype(jnp.float32), shapes[x.shape])
+        return Named(x if of_rows else x.astype(jnp.float32), shapes[x.shape])
 
     def bias(self, x) -> Named:
         return self._of_pairs("bias", self._float("bias", x))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax_flash2._arrays import as_array
 from jax_flash2._cache import append_to_pages, page_slots
 from jax_flash2._paged import paged_attention
-from jax_flash2._pools import QUANTISED
+from pallas_kernels.core.quantise import QUANTISED
 
 _LANES = 128  # head sizes of a cache are multiples of it
 

@@ -69,8 +69,14 @@ class Call:
         return self.dtype.itemsize == 1
 
     @property
+    def reads_bytes(self) -> bool:
+        """Whether queries, keys or values have one byte an element."""
+        operands = self.query, self.key, self.value
+        return any(x.dtype.itemsize == 1 for x in operands)
+
+    @property
     def widened(self) -> Call:
-        """The same, of operands in bfloat16 if they have eight bits: it has them all.
+        """The same, of operands in bfloat16 if all of them have eight bits.
 
         Scales stay with the spec.
         """
@@ -85,7 +91,7 @@ class Call:
     @property
     def has_gradients(self) -> bool:
         """Whether its operands have: no pages, and no eight bits."""
-        return self.spec.pages is None and not self.is_quantised
+        return self.spec.pages is None and not self.reads_bytes
 
     @functools.cached_property
     def size(self) -> dict[str, int]:

@@ -152,7 +152,7 @@ def _without_dropped(q: Named, spec: AttentionSpec, *rows: Named) -> tuple:
     if spec.pages is not None:
         return spec, *rows  # only what is needed is read
     if spec.drops_pairs and sizes([q])["t"] > FEW_ROWS:
-        return spec, *(clear.dropped_keys(spec, x) for x in rows)
+        return clear.scale_of_values(spec), *(clear.dropped_keys(spec, x) for x in rows)
     return spec.with_keys(sizes(rows)["s"]), *rows
 
 

@@ -297,6 +297,10 @@ CASES = [
     Case("lengths", _lengths, batch=(4,)),
     Case("lengths_causal", _with(_lengths, is_causal=True), batch=(4,), n=4),
     Case("key_lengths", lambda rng, case: {"key_value_seq_lengths": np.int32([0, 33])}),
+    Case(
+        "key_starts",
+        _with(key_value_seq_starts=np.int32([40, 17]), is_causal=True, query_offset=9),
+    ),
     Case("segments", _segments),
     Case("segments_causal_gqa", _with(_segments, is_causal=True), n=4),
     Case("segments_cross", _segments, t=29, s=47),

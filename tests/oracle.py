@@ -151,6 +151,9 @@ def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.nd
         lengths = arguments.get(f"{name}_seq_lengths")
         if lengths is not None:
             keep &= numbers < np.asarray(lengths).reshape(*batch, 1, 1, 1)
+    starts = arguments.get("key_value_seq_starts")
+    if starts is not None:
+        keep &= columns >= np.asarray(starts).reshape(*batch, 1, 1, 1)
     ids = arguments.get("query_segment_ids")
     if ids is not None:
         others = arguments.get("key_value_segment_ids")

@@ -17,6 +17,8 @@ from tests import tolerances
 from tests.cases import ON_GPU
 
 INT8, E4M3, E5M2 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
+INT4 = jnp.int4  # in uint8, two elements a byte
+_SPREAD = {INT8: 40, INT4: 3}  # of integers that stand for numbers of about 1
 SCALES = ("", "K", "BK", "PS1", "PSK")  # axes of the five kinds of scales
 
 
@@ -39,7 +41,7 @@ class Problem:
       counts: queries of each sequence (`cu_query_lengths`), or None for t of each.
       padding: tokens beyond those.
       c: pages of a sequence.
-      kind: dtype of the pools, if it is not that of the queries.
+      kind: dtype of the elements of pools, if it is not that of the queries.
       scales: of keys and of values, axes of one of `SCALES`.
       d: head size of values; with `is_latent`, of those that are a part of keys.
       starts, new: `key_value_seq_starts` and `query_seq_lengths`.
@@ -139,20 +141,23 @@ class Made:
             made = jnp.where(mask, jnp.asarray(pool, x.dtype), jnp.nan)
             return made.astype(x.dtype), None, None, np.where(mask, pool, 0.0)
         # Of size about 1 at their largest; scales are random, so that none may be lost.
-        pool = values * 40 if x.kind == INT8 else values
-        pool = jnp.asarray(np.rint(pool) if x.kind == INT8 else pool, jnp.float32)
-        pool = pool.astype(x.kind)
-        exact = np.where(mask, np.asarray(pool.astype(jnp.float32)), 0.0)
-        filler = jnp.asarray(-128 if x.kind == INT8 else np.nan, x.kind)
-        made = jnp.where(mask, pool, filler)
+        spread = _SPREAD.get(x.kind)
+        pool = np.rint(values * spread) if spread else values
+        if x.kind == INT4:
+            codes = np.where(mask, np.clip(pool, -8, 7), -8).astype(np.int32) & 15
+            made = jnp.asarray(codes[..., ::2] | codes[..., 1::2] << 4, jnp.uint8)
+            exact = np.where(mask, np.clip(pool, -8, 7), 0.0)
+        else:
+            pool = jnp.asarray(pool, jnp.float32).astype(x.kind)
+            exact = np.where(mask, np.asarray(pool.astype(jnp.float32)), 0.0)
+            filler = jnp.asarray(-128 if x.kind == INT8 else np.nan, x.kind)
+            made = jnp.where(mask, pool, filler)
         axes, size = (
             x.scales[side],
             {"P": self.pages, "S": x.page, "K": x.k, "B": self.b, "1": 1},
         )
-        scale = rng.uniform(0.5, 2.0, [size[a] for a in axes]) / (
-            40 if x.kind == INT8 else 1
-        )
-        scale = np.asarray(scale, np.float32)
+        scale = rng.uniform(0.5, 2.0, [size[a] for a in axes])
+        scale = np.asarray(scale / (spread or 1), np.float32)
         if axes[:1] == "P":
             wide = np.broadcast_to(scale, (self.pages, x.page, x.k))[self.table]
             wide = wide.reshape(self.b, -1, x.k, 1)
@@ -336,6 +341,29 @@ PROBLEMS = [
         starts=(3, 0, 20),
         more=(("tree_mask", _tree),),
     ),
+    Problem(
+        "int4_parts",
+        kind=INT4,
+        dtype=BF16,
+        h=64,
+        d=128,
+        n=2,
+        scales=("PSK", "BK"),
+        splits=2,
+        starts=(3, 0, 20),
+    ),
+    Problem(
+        "int4_both_in_one",
+        kind=INT4,
+        h=64,
+        d=64,
+        t=2,
+        page=8,
+        c=10,
+        scales=("PS1", "PSK"),
+        layout="PSK2H",
+    ),
+    Problem("int4_small_heads", kind=INT4, h=6, d=10, layout="KPSH"),
     Problem("odd_pages", page=24, c=4, block=32, lengths=(95, 0, 40)),
 ]
 

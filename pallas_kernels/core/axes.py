@@ -19,6 +19,7 @@ The names of a single attention problem are
 | `p`, `r` | pages, and rows of a page, where keys are in pages (`core.pages`) |
 | `c` | places of a page table: `s` is `c` times `r` |
 | `u0`, `u1` | keys and values in one array, of which only that element is meant |
+| `hh`, `dd` | bytes with two elements of `h` or `d` each (`core.nibbles`) |
 | `d...` | head size of key, of which the first so many elements are the value's `d` |
 | anything else | batch (`b0`, `b1`, ... of the caller, `v0`, `v1`, ... of `jax.vmap`) |
 
@@ -43,6 +44,7 @@ Axes = tuple[str | None, ...]
 
 _NOT_BATCH = ("t", "s", "n", "k", "h", "d", "i", "j", "e")
 _OF_PAGES = ("p", "r", "c", "u0", "u1")
+_IN_PAIRS = {"hh": "h", "dd": "d"}
 
 # The key rows of all devices, in their order, where `s` are those of one.
 ALL_KEYS = "all keys"
@@ -145,6 +147,8 @@ def sizes(operands: Sequence[Any]) -> dict[str, int]:
         for name, size in zip(operand.axes, operand.shape, strict=True):
             if first := first_of(name):
                 name, size = first
+            if pairs := in_pairs(name):
+                name, size = pairs, 2 * size
             if name is None:
                 if size != 1:
                     raise ValueError(f"broadcast axis of size {size} != 1: {operand}")
@@ -179,7 +183,9 @@ def is_whole(name: str | None) -> bool:
     """Whether each device, and each block, needs all elements of an axis."""
     if name is None:
         return False
-    return is_numbered(name) or name in _OF_PAGES or first_of(name) is not None
+    if is_numbered(name) or name in _OF_PAGES:
+        return True
+    return first_of(name) is not None or in_pairs(name) is not None
 
 
 def first_of(name: str | None) -> tuple[str, int] | None:
@@ -187,6 +193,16 @@ def first_of(name: str | None) -> tuple[str, int] | None:
     if not name or name[0] != "d" or not name[1:].isdigit():
         return None
     return "d", int(name[1:])
+
+
+def in_pairs(name: str | None) -> str | None:
+    """Of an axis of bytes with two elements each: the axis of the elements."""
+    return _IN_PAIRS.get(name) if name else None
+
+
+def bytes_of(name: str) -> str:
+    """Of a head axis: the one of bytes with two elements (inverse of `in_pairs`)."""
+    return next(own for own, whole in _IN_PAIRS.items() if whole == name)
 
 
 def fixed(name: str | None) -> int | None:

@@ -7,6 +7,8 @@ before they meet a product. Fields of specs hold `Named` arrays.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from pallas_kernels.core.axes import Named
@@ -35,6 +37,14 @@ def dropped_keys(spec: AttentionSpec, x: Named) -> Named:
         return x  # of pages only what is needed is read
     keys = spec.attended_keys(x.shape[x.axes.index("s")])
     return x if keys is None else _only(x, keys)
+
+
+def scale_of_values(spec: AttentionSpec) -> AttentionSpec:
+    """The spec, with 0 as the scale of values that no query reads."""
+    scale = spec.value_scale
+    if scale is None or "s" not in scale.axes:
+        return spec
+    return dataclasses.replace(spec, value_scale=unread(spec, scale))
 
 
 def masked_rows(

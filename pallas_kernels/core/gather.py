@@ -8,7 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core.axes import Axes, Named, batch_axes, first_of, fixed
+from pallas_kernels.core import nibbles
+from pallas_kernels.core.axes import (
+    Axes,
+    Named,
+    batch_axes,
+    first_of,
+    fixed,
+    in_pairs,
+)
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -57,7 +65,7 @@ class Gathered:
             for x in (needed.need_lo, needed.need_hi)
         )
         pool = _chosen(pool)
-        if not {"h", "d"} & set(pool.axes):
+        if not {"h", "d", "hh", "dd"} & set(pool.axes):
             dtype = jnp.float32  # scales
         return cls(pool, spec.pages, first, end, axes, dtype)
 
@@ -83,7 +91,7 @@ class Gathered:
             size = entries.shape[i]
             shape = [size if j == i else 1 for j in range(len(lead) + 1)]
             index[name] = jnp.arange(size, dtype=jnp.int32).reshape(shape)
-        found = _taken(self.pool, index, (*lead, "s"))
+        found = _elements(_taken(self.pool, index, (*lead, "s")))
         inside = (numbers >= self.first[..., None]) & (numbers < self.end[..., None])
         axes = tuple(dict.fromkeys((*self.entries, *found.axes)))
         inside = Named(inside, (*self.entries, "s")).to(axes)
@@ -132,14 +140,20 @@ def _taken(x: Named, index: dict, axes: tuple[str, ...]) -> Named:
     return Named(jax.lax.bitcast_convert_type(value, x.dtype), found)
 
 
+def _elements(x: Named) -> Named:
+    """Elements of a head, of bytes with two of them each; others as they are."""
+    head = in_pairs(x.axes[-1])
+    return Named(nibbles.elements(x.value), (*x.axes[:-1], head)) if head else x
+
+
 def bits(x: jax.Array) -> jax.Array:
     """Floats of one byte as integers.
 
     XLA for CPUs widens a whole pool to move some rows of such floats, where it copies
     one of integers (JAX 0.12.0.1). For GPUs it does neither (benchmarks/lab/103).
     """
-    is_byte = x.dtype.itemsize == 1
-    return jax.lax.bitcast_convert_type(x, jnp.int8) if is_byte else x
+    is_float = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(x, jnp.int8) if is_float else x
 
 
 def indexed(own: Axes, index: dict, axes: tuple[str, ...]) -> tuple[tuple, Axes]:

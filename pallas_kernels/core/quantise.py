@@ -1,8 +1,11 @@
 """Operands of eight bits: their scales, and how queries, keys and values get them.
 
-A number is q * scale, with q in one byte. A call whose query, key and value all have
-eight bits has no gradients. The scale of queries and keys is one number for each batch
-entry and query head, `Score.key_scale`, that of values `AttentionSpec.value_scale`.
+A number is q * scale, with q in one byte. A call with such operands has no gradients.
+A key's scale multiplies its scores (`Score.key_scale`), a value's its probabilities
+(`AttentionSpec.value_scale`). Where queries have eight bits, too, products are made of
+eight bits; their scale and that of keys are one number for each batch entry and query
+head. Beside wider queries keys and values are converted block by block to their dtype,
+and each row may have a scale of its own.
 
 e4m3 rounds by up to 6 %, and a scale that an outlier decides leaves the others few
 bits. Three things that a softmax does not see make numbers alike (`quantised`):
@@ -28,22 +31,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.core import axes as axes_
-from pallas_kernels.core import clear
+from pallas_kernels.core import clear, nibbles
 from pallas_kernels.core.axes import Heads, Named, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 FP8 = jnp.float8_e4m3fn
+# What keys and values may be beside wider queries.
+QUANTISED = (jnp.int8, FP8, jnp.float8_e5m2)
+# What they may be in pages, by the dtype of these: int4 lies in bytes, two in each.
+STORED = {jnp.dtype(x): jnp.dtype(x) for x in QUANTISED}
+STORED |= {jnp.dtype(nibbles.BYTES): jnp.dtype(jnp.int4)}
 
 
 def largest_of(dtype) -> float:
-    """The largest number of a dtype of eight bits."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    """The largest number of a dtype of `STORED`."""
+    integers = dtype in (jnp.int8, jnp.int4)
+    return float((jnp.iinfo if integers else jnp.finfo)(dtype).max)
 
 
 def narrowed(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
-    """x over its scale, rounded to the dtype; what is too large is its largest."""
+    """x over its scale, rounded to the dtype; what is too large is its largest.
+
+    int4 comes in pairs (`nibbles.packed`).
+    """
     x = x / jnp.where(scale == 0.0, 1.0, scale)
     x = jnp.clip(x, -largest_of(dtype), largest_of(dtype))
+    if dtype == jnp.int4:
+        return nibbles.packed(jnp.round(x).astype(jnp.int8))
     return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
 
 

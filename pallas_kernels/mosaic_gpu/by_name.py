@@ -61,6 +61,8 @@ def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | N
         return "JAX lowers Mosaic GPU for this GPU only on a machine that has one"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
+    if call.reads_bytes:
+        return support.QUANTISED_KEYS
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     wrong = [n for n in call.head_sizes if n not in HEAD_SIZES]
@@ -81,6 +83,8 @@ def _unknown_feature(spec: AttentionSpec) -> str | None:
         return "its kernels do not give the largest scores"
     if any({"t", "s"} & set(x.axes) for x in jax.tree.leaves(spec)):
         return "an operand has an element for each query or key"
+    if spec.pages is not None:
+        return "its kernels read no keys in pages"
     if spec.is_part or (spec.query_rows, spec.key_rows) != (ALL_ROWS, ALL_ROWS):
         return "its kernels know no sequence that several devices have"
     return None

@@ -45,6 +45,10 @@ OPERATIONS = pointwise.OPERATIONS - {*_LACKING.split(), pointwise.FLOAT_REMAINDE
 OPERATIONS |= {pointwise.TABLES}
 
 
+# Why a backend declines a call.
+QUANTISED_KEYS = "its kernels read no quantised keys or values beside wider queries"
+
+
 @contextlib.contextmanager
 def lowering_context():
     """In which kernels are traced and lowered: indices have 32 bits."""

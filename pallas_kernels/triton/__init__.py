@@ -17,6 +17,7 @@ from pallas_kernels.triton import memory, support, tuning
 from pallas_kernels.triton.backward import dbias, ddistance, dkv, dq
 from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
+from pallas_kernels.triton.packed import is_served
 from pallas_kernels.triton.tangent import tangent as tangent_kernel
 
 MAX_HEAD_SIZE = 512
@@ -112,6 +113,9 @@ def _unsupported(call: Call) -> str | None:
         most = _MAX_LATENT
     if largest > most:
         return f"head size {largest} is above {most}"
+    operands = zip((call.key, call.value), call.head_sizes, strict=True)
+    if odd := [size for x, size in operands if not is_served(x.dtype, size)]:
+        return f"head size {odd[0]} of int4 is no power of two from 64 on"
     return None
 
 

@@ -26,14 +26,14 @@ from jax import lax
 
 from pallas_kernels import program
 from pallas_kernels.core import flash2
-from pallas_kernels.core.axes import Named, first_of
+from pallas_kernels.core.axes import Named, first_of, in_pairs
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory, support
 from pallas_kernels.triton.memory import Launch
 from pallas_kernels.triton.merge import merged
-from pallas_kernels.triton.packed import are_packed
+from pallas_kernels.triton.packed import turns
 
 # A lane holds two of every eight columns of a product (PTX, wgmma's accumulator).
 _PARTS = 8
@@ -124,13 +124,14 @@ def forward(
 def _layout(operands: list[Named], launch: Launch) -> memory.BlockGrid:
     """The grid of a call, with the head axes that are loaded in pairs."""
     q, k, v, *_ = operands
-    packed = tuple(
-        x.axes[-1]
-        for x in (k, v)
-        if x.axes[-1] in ("h", "d") and are_packed(x.dtype, x.shape[-1], q.dtype)
-    )
+    packed: dict[str, int] = {}
+    for x in (k, v):
+        name = in_pairs(x.axes[-1]) or x.axes[-1]
+        if name in ("h", "d"):
+            packed[name] = turns(x.dtype, x.shape[-1], q.dtype)
     if any(map(first_of, v.axes)):  # values are pieces of keys
-        packed = ()
+        packed = {}
+    packed = {name: count for name, count in packed.items() if count > 1}
     return memory.BlockGrid.of("forward", operands, launch, packed=packed)
 
 

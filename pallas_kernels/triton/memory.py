@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import division, layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.axes import Axes, Named, first_of, is_whole
+from pallas_kernels.core import nibbles
+from pallas_kernels.core.axes import Named, first_of, in_pairs, is_whole
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pointwise.tables import Distances
 from pallas_kernels.layout import Rows
@@ -55,14 +56,24 @@ class View(layout.View):
 
     def load(self, order, where, padding: float = 0) -> Any:
         """As of a layout's view; a `Packed` tile of a head axis in turns."""
-        first = where[self.axes[-1]] if self.axes else None
-        first = first[0] if isinstance(first, tuple) else None
-        lacks = self.interpret or addresses.pallas is None
-        if lacks or first is None or first.step == 1 or self.dtype.itemsize > 1:
+        pieces = where[self.axes[-1]] if self.axes else None
+        wide = self.dtype.itemsize > 1
+        if wide or not isinstance(pieces, tuple) or pieces[0].step == 1:
             return super().load(order, where, padding)
+        if self.interpret or addresses.pallas is None:
+            if self.dtype != nibbles.BYTES:
+                return super().load(order, where, padding)
+            return tuple(self._halves(order, where, padding, x) for x in pieces)
         packed = dataclasses.replace(self, is_packed=True)
-        half = {**where, self.axes[-1]: Rows(0, first.size)}
+        half = {**where, self.axes[-1]: Rows(0, pieces[0].size)}
         return Packed(packed.load(order, half, padding), self.dtype)
+
+    def _halves(self, order, where, padding: float, piece: Rows) -> jax.Array:
+        """A piece of a head axis, of bytes with two elements each."""
+        first, place = divmod(piece.start, 2)
+        own = Rows(first, piece.size, step=piece.step // 2)
+        found = super().load(order, {**where, self.axes[-1]: own}, padding)
+        return nibbles.half(found, place)
 
     def read(self, index: tuple, mask: jax.Array | None, other: Any) -> jax.Array:
         at = _slices(index)
@@ -101,17 +112,25 @@ def _program(name: str, group: int = 1) -> Callable[[Mapping[str, Any]], Any]:
 class BlockGrid(layout.Layout):
     """The grid of a kernel, and where each operand's block lies in it.
 
-    `packed` are the head axes whose elements are loaded in pairs.
+    `packed` has the head axes that are loaded in turns, and in how many
+    (`packed.turns`).
     """
 
-    def __init__(self, operands, *, blocks: Blocks, packed: Axes = (), **arguments):
-        self._packed = packed
+    def __init__(
+        self,
+        operands,
+        *,
+        blocks: Blocks,
+        packed: Mapping[str, int] | None = None,
+        **arguments,
+    ):
+        self._packed = packed or {}
         super().__init__(operands, blocks=blocks, **arguments)
         self._max_registers = blocks.max_registers
 
     def head(self, name: str) -> tuple[Rows, ...]:
         if name in self._packed:
-            return Rows.in_turns(self.size[name], 2)
+            return Rows.in_turns(self.size[name], self._packed[name])
         return super().head(name)
 
     def program_ids(self) -> dict[str, jax.Array]:
@@ -128,7 +147,7 @@ class BlockGrid(layout.Layout):
         whole = ("t", "s", "i", "j", "e", *self.looped, *["k"] * ("n" in self.looped))
         for name, size in zip(operand.axes, operand.shape, strict=True):
             block, place = None, _first
-            name, _ = first_of(name) or (name, size)
+            name, _ = first_of(name) or (in_pairs(name) or name, size)
             if name in whole or is_whole(name):
                 block = size
             elif name in ("h", "d"):

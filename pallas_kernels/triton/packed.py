@@ -11,6 +11,9 @@ bytes each, and a register of it has two columns of two rows:
 From it come a tile of the even columns and one of the odd columns, in the dtype of the
 products. To the kernel they are two pieces of the head axis (`layout.Layout.head`): the
 order of columns matters to no product, if queries and outputs have it, too.
+
+So it is with elements of four bits (`core.nibbles`), of which two bytes have four: four
+columns of two rows are in a register, and every fourth column is one piece.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.core.nibbles import BYTES
 
 # Of a register x with two columns of two rows: the PTX that makes the even column and
 # the odd one, two elements of float16 or of bfloat16, or what goes before `_TO_BFLOAT`.
@@ -36,6 +40,15 @@ _INT8_IN_BFLOAT16 = (
 _INT8_IN_FLOAT16 = (
     "and.b32 a, x, 0x00FF00FF; xor.b32 a, a, 0x64806480; "
     "mov.b32 b, 0x64806480; sub.f16x2 $0, a, b;"
+)
+# Numbers of four bits with the sign's bit turned are 8 too large: 136 and 1032 more.
+_INT4_IN_BFLOAT16 = (
+    "and.b32 a, x, 0x000F000F; xor.b32 a, a, 0x43084308; "
+    "mov.b32 b, 0x3F803F80; mov.b32 m, 0xC308C308; fma.rn.bf16x2 $0, a, b, m;"
+)
+_INT4_IN_FLOAT16 = (
+    "and.b32 a, x, 0x000F000F; xor.b32 a, a, 0x64086408; "
+    "mov.b32 b, 0x64086408; sub.f16x2 $0, a, b;"
 )
 _SHIFTED = "shr.u32 x, x, 8; "
 _BFLOAT16 = (
@@ -55,42 +68,61 @@ _HEAD = (
 )
 
 
-def _assembly(kind, dtype) -> tuple[str, str]:
+def _assembly(kind, dtype) -> tuple[str, ...]:
     kind, dtype = jnp.dtype(kind).name, jnp.dtype(dtype).name
-    if kind == "int8":
+    if kind == "uint8":
+        own = _INT4_IN_BFLOAT16 if dtype == "bfloat16" else _INT4_IN_FLOAT16
+        bodies = tuple(f"shr.u32 x, x, {4 * i}; {own}" for i in range(4))
+    elif kind == "int8":
         even = _INT8_IN_BFLOAT16 if dtype == "bfloat16" else _INT8_IN_FLOAT16
         bodies = even, _SHIFTED + even
     else:
         last = _BFLOAT16 if dtype == "bfloat16" else "mov.b32 $0, a;"
         bodies = tuple(half + last for half in _HALVES[kind])
-    even, odd = (f"{_HEAD}{body}}}" for body in bodies)
-    return even, odd
+    return tuple(f"{_HEAD}{body}}}" for body in bodies)
 
 
-def are_packed(kind, size: int, dtype) -> bool:
-    """Whether head axes of such a size and dtype are loaded in pairs.
+def turns(kind, size: int, dtype) -> int:
+    """In how many pieces, of columns in turns, head axes are loaded; 1 for whole ones.
 
     Args:
-      kind: dtype of the elements.
-      size: of the head axis.
+      kind: dtype of the array.
+      size: of its last axis.
       dtype: of products.
     """
+    if kind == BYTES:
+        return 4
     if jnp.dtype(kind).itemsize > 1 or jnp.dtype(dtype).itemsize != 2:
-        return False
+        return 1
     if kind == jnp.float8_e4m3fn and device.capability() < 89:
-        return False  # no instruction converts it
-    return size >= 32 and size & (size - 1) == 0
+        return 1  # no instruction converts it
+    is_packed = size >= 32 and size & (size - 1) == 0
+    return 2 if is_packed else 1
+
+
+def is_served(kind, size: int) -> bool:
+    """Whether heads of such a size can be loaded: pieces have 16 columns or more.
+
+    Args:
+      kind: dtype of the array.
+      size: elements of a head.
+    """
+    return kind != BYTES or (size >= 64 and size & (size - 1) == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A tile of one-byte elements, [rows, columns / 2] of int16, and their dtype."""
+    """A tile of int16 of one-byte elements, or of four bits, and the array's dtype."""
 
     pairs: Any
     kind: Any
 
     def unpacked(self, dtype) -> tuple[jax.Array, ...]:
-        """The even columns, and the odd ones."""
+        """The even columns and the odd ones; or every fourth, from each of four."""
+        if jnp.dtype(dtype).itemsize > 2:  # of four bits
+            pairs = self.pairs.astype(jnp.int32)
+            numbers = (pairs >> 4 * i & 15 for i in range(4))
+            return tuple(((x ^ 8) - 8).astype(dtype) for x in numbers)
         found = jax.ShapeDtypeStruct(self.pairs.shape, dtype)
         return tuple(
             plgpu.elementwise_inline_asm(

@@ -221,6 +221,7 @@ Q, KV = jnp.zeros((2, 6, N, H), E4M3), jnp.zeros((2, 5, K, H), E4M3)
 GOOD = {"query": Q, "key": KV, "value": KV, **dict.fromkeys(SCALES, 1.0)}
 TWO = {x: GOOD[x].astype(jnp.bfloat16) for x in ("query", "key", "value")}
 TWO |= dict.fromkeys(SCALES)
+BYTES = KV.astype(jnp.int8)
 WRONG = {
     "no_scale": ({"key_scale": None}, TypeError, "key_scale must be given .* None"),
     "shape": (
@@ -230,17 +231,48 @@ WRONG = {
     ),
     "kind": ({"query_scale": jnp.ones(N, int)}, TypeError, "query_scale .* int32"),
     "mixed": ({"key": TWO["key"]}, TypeError, "query float8_e4m3fn and key bfloat16"),
+    "other_kinds": (
+        {"key": KV.astype(jnp.int8)},
+        TypeError,
+        "same dtype, got query float8_e4m3fn and key int8",
+    ),
     "precision": ({"precision": "highest"}, ValueError, "None or 'fp8' .* 'highest'"),
     "scale_of_16_bits": (
         {**TWO, "key_scale": 1.0},
         ValueError,
-        "key_scale must be None for a query in bfloat16",
+        "key_scale must be None for a key in bfloat16",
     ),
     "float32": (
         {**{n: jnp.float32(x) for n, x in TWO.items() if x is not None}}
         | {"precision": "fp8", **dict.fromkeys(SCALES)},
         TypeError,
         "precision='fp8' takes bfloat16 or float16 .* float32: cast",
+    ),
+    # Quantised keys and values beside a query that is not.
+    "int8_query": (
+        {**TWO, "query": Q.astype(jnp.int8)},
+        TypeError,
+        r"query .* float8_e4m3fn \(with scales\), got int8",
+    ),
+    "key_without_scale": (
+        {**TWO, "key": KV},
+        TypeError,
+        "key_scale must be given for a key in float8_e4m3fn, got None.* 1.0",
+    ),
+    "scale_of_floats": (
+        {**TWO, "key": BYTES, "key_scale": 1.0, "value_scale": 1.0},
+        ValueError,
+        "value_scale must be None for a value in bfloat16",
+    ),
+    "scale_of_rows": (
+        {**TWO, "key": BYTES, "key_scale": jnp.ones((2, 4))},
+        ValueError,
+        r"key_scale .* \(2, 2\), \(2, 5, 1\), \(2, 5, 2\), got shape \(2, 4\)",
+    ),
+    "quantised_and_fp8": (
+        {**TWO, "value": BYTES, "value_scale": 1.0, "precision": "fp8"},
+        TypeError,
+        r"precision='fp8' .* got a quantised value \(int8\): leave precision out",
     ),
     "e5m2": ({"query": Q.astype(jnp.float8_e5m2)}, TypeError, "query .* float8_e5m2"),
 }

@@ -13,6 +13,7 @@ from jax_flash2 import (
     paged_attention,
     quantize_kv,
 )
+from pallas_kernels.core import nibbles
 from tests.cases import ON_GPU
 from tests.paged import by_name
 
@@ -115,6 +116,25 @@ WRONG = {
         "query_seq_lengths cu_query_lengths",
     ),
     "scale_of_floats": ({"key_scale": 1.0}, ValueError, "key_scale float32"),
+    "int4_in_bytes": (
+        {"value_pages": POOL.astype(jnp.int4)},
+        TypeError,
+        "value_pages uint8 int4",
+    ),
+    "int4_head_size": (
+        {"key_pages": POOL.astype(jnp.uint8)},
+        ValueError,
+        "key_pages 16 32",
+    ),
+    "int4_latent": (
+        {
+            "key_pages": POOL[..., :8].astype(jnp.uint8),
+            "value_pages": None,
+            "value_head_size": 4,
+        },
+        ValueError,
+        "value_head_size key_pages uint8 4 value_pages",
+    ),
     "scale_shape": (
         {**QUANTISED, "value_scale": jnp.ones((P, PAGE, 3))},
         ValueError,
@@ -216,6 +236,7 @@ def test_wrong_slots_and_codes():
         (lambda: page_slots(table, SLOTS, 0), "page_size 0"),
         (lambda: quantize_kv(NEW, jnp.int8, 0), "axes 0"),
         (lambda: quantize_kv(NEW, jnp.float16), "dtype float16"),
+        (lambda: quantize_kv(NEW[..., :5], jnp.int4), "x (2, 1, 2, 5)"),
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
@@ -274,13 +295,15 @@ def test_heads_are_divided_over_devices():
     np.testing.assert_allclose(compiled(*divided), call(*arrays), atol=ATOL)
 
 
-@pytest.mark.parametrize("kind", [None, jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [None, jnp.int8, jnp.int4, jnp.float8_e4m3fn])
 def test_tokens_one_by_one(kind):
     """A loop that samples is one program that copies no pool; as with a dense cache."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 9, K, H)), jnp.float32)
     table = jnp.array([[4, 1], [2, 6]])
     pool = jnp.zeros((1000, PAGE, K, H), kind or x.dtype)
+    if kind == jnp.int4:
+        pool = jnp.zeros((1000, PAGE, K, H // 2), jnp.uint8)
     scales = () if kind is None else (jnp.ones((1000, PAGE, K)),) * 2
     names = ("key_pages", "value_pages", "key_scale", "value_scale")
 
@@ -310,6 +333,7 @@ def test_tokens_one_by_one(kind):
     y = x
     if kind is not None:
         q, scale = quantize_kv(x, kind)
+        q = nibbles.elements(q) if kind == jnp.int4 else q
         y = q.astype(jnp.float32) * scale[..., None]
     dense = attention(x.repeat(2, 2), y, y, is_causal=True, implementation="xla")
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), dense, atol=ATOL)

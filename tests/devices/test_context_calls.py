@@ -288,12 +288,14 @@ def test_nan_stays_in_its_document(call, backend):
     assert np.isnan(poisoned[0][:, ~others]).any()
 
 
-def test_padding_beyond_a_length_is_never_touched():
+def test_padding_is_never_touched():
+    """On the right and on the left of keys."""
     q, k, v = operands(dtype=jnp.float32)
-    lengths = jnp.int32([50, 90])
-    padding = jnp.arange(128) >= lengths[:, None]
+    ends, starts = jnp.int32([50, 90]), jnp.int32([3, 70])
+    numbers = jnp.arange(128)
+    padding = (numbers >= ends[:, None]) | (numbers < starts[:, None])
     poison = jnp.where(padding[..., None, None], jnp.nan, 0.0)
-    run = gradients(RING, key_value_seq_lengths=lengths)
+    run = gradients(RING, key_value_seq_lengths=ends, key_value_seq_starts=starts)
     clean, poisoned = run(q, k, v), run(q, k + poison, v + poison)
     for a, b in zip(clean, poisoned, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -16,6 +16,7 @@ from tests.faults import (
     mods,
     mosaic_gpu,
     paged,
+    quantised,
     tangents,
     tuner,
 )
@@ -426,5 +427,6 @@ MUTANTS = [
     *tuner.MUTANTS,
     *flashify.MUTANTS,
     *paged.MUTANTS,
+    *quantised.MUTANTS,
     *tangents.MUTANTS,
 ]

@@ -85,8 +85,8 @@ MUTANTS = [
         "pallas_kernels/triton/packed.py",
         (
             "elements of one byte are loaded one by one",
-            "return size >= 32 and size & (size - 1) == 0",
-            "return False",
+            "is_packed = size >= 32 and size & (size - 1) == 0",
+            "is_packed = False",
             LOWERED.format("kernels_lower and int8"),
         ),
     ),
@@ -112,6 +112,12 @@ MUTANTS = [
             "return kv >= self.first",
             "return kv > self.first",
             PAGED.format("int8_parts_starts and xla"),
+        ),
+        (
+            "keys before a start are not left out",
+            "return Named(jnp.arange(kv_size, dtype=jnp.int32) >= first",
+            "return Named(jnp.arange(kv_size, dtype=jnp.int32) >= 0 * first",
+            "tests/kernels/test_masked_rows.py -k before_a_start",
         ),
     ),
     *of(

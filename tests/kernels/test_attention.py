@@ -131,6 +131,7 @@ def _dense_mask(shape, arguments):
         for name, row in (("query", i), ("key_value", j)):
             lengths = arguments.get(f"{name}_seq_lengths")
             keep[at] &= lengths is None or bool(row < lengths[b])
+        keep[at] &= bool(j >= arguments.get("key_value_seq_starts", {b: 0})[b])
         if "query_segment_ids" in arguments:
             ids = (arguments[f"{x}_segment_ids"] for x in ("query", "key_value"))
             q_ids, kv_ids = ids

@@ -136,6 +136,29 @@ def test_nothing_comes_through(way, runner):
     check(way, runner)
 
 
+@pytest.mark.parametrize(
+    "runner",
+    [
+        runner.param(id=name, deep_too=runner.one_of_each and not ON_GPU)
+        for name, runner in WITH_GRADIENTS.items()
+        if not runner.by_threads
+    ],
+    indirect=True,
+)
+def test_keys_before_a_start_do_not_come_through(runner):
+    """NaN in them and in their values changes no bit of a result."""
+    case, dtype = runner.shaped(CASE), runner.dtypes[0]
+    starts = np.int32([case.s // 2 - 3, case.s])
+    arguments = {"is_causal": True, "key_value_seq_starts": starts}
+    (q, *keys), _ = case.inputs(dtype)
+    before = (np.arange(case.s) < starts[:, None])[..., None, None]
+    dirty = (jnp.where(before, jnp.nan, x) for x in keys)
+    cotangents = cotangents_for(case, dtype)
+    clean = runner.evaluate((q, *keys), cotangents, arguments)
+    check_same_bits(clean, runner.evaluate((q, *dirty), cotangents, arguments))
+    assert np.all(clean["lse"][1] == -np.inf)
+
+
 @deep
 def test_entries_without_keys_visit_no_block():
     """Not where blocks of queries are larger than those of keys, either."""

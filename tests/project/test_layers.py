@@ -99,6 +99,7 @@ CORE = (  # of the folder, likewise
     "spec",
     "exact",
     "clear",
+    "nibbles",
     "quantise",
     "gather",
     "visits",

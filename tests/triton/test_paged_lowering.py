@@ -19,6 +19,7 @@ GPUS = {
     120: "NVIDIA RTX PRO 6000",
 }
 KINDS = {"bfloat16": jnp.bfloat16, "int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
+KINDS |= {"int4": jnp.uint8}
 
 
 def struct(*shape, dtype=jnp.bfloat16):
@@ -28,16 +29,17 @@ def struct(*shape, dtype=jnp.bfloat16):
 def program(gpu: int, kind, page: int, pages: int = 1024, heads=(8, 128, 128), **more):
     """A program of one token for each of 8 sequences of 4,096 keys at most."""
     k, h, d = heads
+    halves = 2 if kind == jnp.uint8 else 1
     ints = functools.partial(struct, dtype=jnp.int32)
     data = {
         "query": struct(8, 1, 32, h),
-        "key_pages": struct(pages, page, k, h, dtype=kind),
+        "key_pages": struct(pages, page, k, h // halves, dtype=kind),
         "page_table": ints(8, 4096 // page),
         "key_value_seq_lengths": ints(8),
     }
     fixed = {"value_pages": None, "value_head_size": d}
     if h == d:
-        data["value_pages"] = struct(pages, page, k, d, dtype=kind)
+        data["value_pages"] = struct(pages, page, k, d // halves, dtype=kind)
         fixed = {}
     if kind != jnp.bfloat16:
         scale = struct(pages, page, k, dtype=jnp.float32)
@@ -65,7 +67,9 @@ def test_kernels_lower(gpu, kind, page):
     rows = re.findall(r"tt\.load .* : tensor<64x!tt\.ptr<i32>>", text)
     assert bool(rows) == (page == 16)
     # Elements of one byte come in pairs, of which instructions make elements of two.
-    in_pairs = "tensor<64x64x!tt.ptr<i16>>" in text
+    columns = 32 if kind == "int4" else 64
+    in_pairs = f"tensor<64x{columns}x!tt.ptr<i16>>" in text
+    kind = "int8" if kind == "int4" else kind
     assert in_pairs == (kind in ("int8", "e5m2") or (kind == "e4m3" and gpu > 80))
 
 

@@ -90,6 +90,8 @@ def _unsupported(call: Call) -> str | None:
         return lacking
     if call.spec.pages is not None:
         return "its kernels read no keys in pages"
+    if call.reads_bytes and not call.is_quantised:
+        return support.QUANTISED_KEYS
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"
     largest = max(call.head_sizes)
