@@ -107,6 +107,7 @@ class Config:
         sizes of a call and the GPU. With a number, and with blocks given too, the bits
         of an output row do not depend on how many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
+      invariant: TODO
 
     Raises:
       TypeError, ValueError: if a field is not as above.
@@ -125,6 +126,7 @@ class Config:
     dbias: Blocks | None = None
     splits: int | None = None
     interpret: bool = False
+    invariant: bool = False
 
     def __post_init__(self):
         for kernel in KERNELS:

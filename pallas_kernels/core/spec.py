@@ -351,6 +351,8 @@ class AttentionSpec:
         q_size: int,
         kv_size: int,
         over: tuple[str, ...] = (),
+        *,
+        lists: bool = True,
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
 
@@ -360,11 +362,14 @@ class AttentionSpec:
           block_q, block_kv: block sizes.
           q_size, kv_size: rows.
           over: axes whose elements get one table, of what any of them looks at.
+          lists: whether it may be a `BlockList`.
         """
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
-        found = list_of(self.masks, looped, tiling, over, self.relation)
+        found = None
+        if lists:
+            found = list_of(self.masks, looped, tiling, over, self.relation)
         if found is None:
             relations = [
                 atom.block_relation(tiling).over(over)
