@@ -45,6 +45,8 @@ _PAIRS = _ROWS**2
 # Of all heads and batch entries elsewhere, where products of large matrices are fast,
 # for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
 _PAIRS_OF_GPUS = 2**17
+# Rows of a block of an invariant call, whatever its sizes.
+_INVARIANT = {"t": 16, "s": 256}
 
 Names = tuple[str, ...]
 
@@ -91,15 +93,20 @@ class _Cut:
     batch: tuple[str, ...]
     precision: Any
     fuses_softmax: bool = False
+    invariant: bool = False
 
     @classmethod
-    def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Cut:
+    def of(
+        cls, operands, spec, blocks: Blocks | None, precision, *, invariant=False
+    ) -> _Cut:
         operands = [*operands, *jax.tree.leaves(spec)]
         unmasked = not spec.masks and not spec.score.may_mask and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
         if blocks is not None:
             most = {"t": blocks.block_q, "s": blocks.block_kv}
+        elif invariant:
+            most = dict(_INVARIANT)
         else:
             elements = [size[a] for a in (*batch_axes(operands), "n") if a in size]
             pairs = _pairs(elements, max(size["h"], size["d"]))
@@ -112,6 +119,8 @@ class _Cut:
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
+        if invariant:
+            return cls(size, most, heads, batch, precision, invariant=True)
         cut = cls(size, block, heads, batch, precision)
         fused = unmasked and cut.count("s") == 1 and not _on_cpu()
         return dataclasses.replace(cut, fuses_softmax=fused)
@@ -161,7 +170,7 @@ class _Cut:
             return x
         # XLA makes the fewest copies where heads are split after the change of order in
         # a loop, and before it where one block has all.
-        is_loop = self.count("t") * self.count("s") > 1
+        is_loop = self.count("t") * self.count("s") > 1 or self.invariant
         x = (x if is_loop else self.heads.split(x)).squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
         own = (*head, row) if rows_last else (row, *head)
@@ -252,7 +261,9 @@ class _Cut:
 
         In one order: by query block, and for each by key block.
         """
-        if self.count("t") == self.count("s") == 1 and not spec.is_part:
+        if self.count("t") == self.count("s") == 1 and not (
+            spec.is_part or self.invariant
+        ):
             return visit({"t": 0, "s": 0}, state)
         size = {name: self.size[name] for name in self.block}
         loop = PairLoop(size, self.block, self.batch)
@@ -272,7 +283,8 @@ def forward(_: Plan, call: Call, outputs):
     call = call.widened
     q, k, v, spec = call.query, call.key, call.value, call.spec
     blocks = None if call.config is None else call.config.forward
-    cut = _Cut.of([q, k, v], spec, blocks, call.precision)
+    invariant = call.config is not None and call.config.invariant
+    cut = _Cut.of([q, k, v], spec, blocks, call.precision, invariant=invariant)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = clear.dropped_keys(spec, v)
     fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)
