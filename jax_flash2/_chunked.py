@@ -21,7 +21,7 @@ from jax import lax
 
 from jax_flash2._loops import COUNTED, PairLoop, Starts
 from pallas_kernels import device
-from pallas_kernels.backend import Call, Pass, Plan
+from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2, gather
 from pallas_kernels.core.axes import (
@@ -51,8 +51,23 @@ _INVARIANT = {"t": 16, "s": 256}
 Names = tuple[str, ...]
 
 
-def plan(_: Call, pass_: Pass, /) -> Plan:
-    """This backend makes every pass of every call, by XLA's own kernels."""
+def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
+    """This backend makes every pass of every call, by XLA's own kernels.
+
+    But one: where XLA chooses kernels by the number of matrices, no bits are promised.
+    """
+    if not call.is_invariant or pass_ != "forward":
+        return Plan()
+    if not _on_cpu():
+        return Declined(
+            "Config(invariant=True): XLA chooses kernels of products by all sizes of a "
+            f"call on {device.target()!r}"
+        )
+    if call.config is not None and call.config.forward is not None:
+        return Declined(
+            "Config(invariant=True, forward=...): only with blocks of its own does XLA "
+            "make the same products of all calls"
+        )
     return Plan()
 
 
@@ -85,6 +100,8 @@ class _Cut:
       precision: of products of float32 operands.
       fuses_softmax: whether XLA makes one kernel of a softmax, as it does on GPUs, and
         a block is one: all keys of its rows, none masked.
+      invariant: whether blocks have the rows of `_INVARIANT`, in a loop, even if the
+        call has fewer: XLA then makes the same products of them.
     """
 
     size: dict[str, int]
@@ -103,10 +120,10 @@ class _Cut:
         unmasked = not spec.masks and not spec.score.may_mask and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
-        if blocks is not None:
-            most = {"t": blocks.block_q, "s": blocks.block_kv}
-        elif invariant:
+        if invariant:
             most = dict(_INVARIANT)
+        elif blocks is not None:
+            most = {"t": blocks.block_q, "s": blocks.block_kv}
         else:
             elements = [size[a] for a in (*batch_axes(operands), "n") if a in size]
             pairs = _pairs(elements, max(size["h"], size["d"]))
@@ -233,7 +250,30 @@ class _Cut:
                 Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
                 for x in (a, b)
             )
+        if self.invariant:
+            a, b = self._as_matrices(a, b, axes)
         return contract(a, b, axes, self.precision)
+
+    def _as_matrices(self, a: Named, b: Named, axes: Axes) -> list[Named]:
+        """Operands of a product that XLA makes of matrices, the same for every call.
+
+        Both have the axes of batch and heads that `vmap` may have given to one. And
+        they have rows of more than one element: XLA would multiply those without a
+        product, and together with what follows.
+        """
+        names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]
+        is_one = not (set(a.axes) & set(b.axes)) - set(axes)
+        found = []
+        for x in (a, b):
+            own = (*names, *(name for name in x.axes if name not in names))
+            size = dict(zip(x.axes, x.shape, strict=True))
+            shape = [self.size[n] if n in names else size[n] for n in own]
+            value = jnp.broadcast_to(x.to(own), shape)
+            if is_one:
+                width = [*((0, 0) for _ in own), (0, BLOCK - 1)]
+                value, own = jnp.pad(value[..., None], width), (*own, "h")
+            found.append(Named(value, own))
+        return found
 
     def named(self, pairs: jax.Array) -> Named:
         """A block of pairs; an axis of size 1 is one that no operand is mapped over."""
@@ -283,8 +323,7 @@ def forward(_: Plan, call: Call, outputs):
     call = call.widened
     q, k, v, spec = call.query, call.key, call.value, call.spec
     blocks = None if call.config is None else call.config.forward
-    invariant = call.config is not None and call.config.invariant
-    cut = _Cut.of([q, k, v], spec, blocks, call.precision, invariant=invariant)
+    cut = _Cut.of([q, k, v], spec, blocks, call.precision, invariant=call.is_invariant)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     v = clear.dropped_keys(spec, v)
     fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)

@@ -9,6 +9,9 @@ KERNELS = ("forward", "dkv", "dk", "dv", "dq", "dbias")
 # Others have the blocks of one of those, for fewer keys: the kernel of tangents.
 LIKE = {"tangent": "dq"}
 
+# Keys of a part of an invariant call: parts begin at its multiples (`division`).
+PART = 2048
+
 _REGISTER_BOUNDS = range(24, 256, 8)
 
 
@@ -107,7 +110,21 @@ class Config:
         sizes of a call and the GPU. With a number, and with blocks given too, the bits
         of an output row do not depend on how many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
-      invariant: TODO
+      invariant: give each row of the output, of the log-sum-exp and of the largest
+        scores the same bits however a sequence is cut: in one call, in chunks of
+        queries, or row by row against a cache, dense (`query_offset`) or in pages,
+        whatever its capacity, the order of its pages, the other entries of the batch
+        and the documents around it. So sampling and training agree
+        ([recipe](RECIPES.md#equal-bits-in-training-and-sampling)). Keys are visited
+        from first to last in parts of 2,048, each in the same tile; `splits` may be 1
+        (a program does all parts) or None (if programs are few, one for each part):
+        the bits are the same. All calls must have one `Config`, backend, dtype,
+        precision, and number of heads, and the same masks and terms of the score for
+        the row. "triton" serves it, with one tile for all calls of such heads, and
+        "xla" on CPUs, with blocks of its own; the other implementations decline, and
+        rows may not be divided over devices. Gradients are those of any call. A call
+        of many rows is slower than without. Known of interpreted kernels and of XLA
+        on CPUs; `python -m benchmarks.bits` tells it of a GPU, where it has not run.
 
     Raises:
       TypeError, ValueError: if a field is not as above.
@@ -141,8 +158,25 @@ class Config:
                 raise TypeError(f"splits must be an int or None, got {splits!r}")
             if splits < 1:
                 raise ValueError(f"splits must be at least 1, got {splits}")
-        if not isinstance(self.interpret, bool):
-            raise TypeError(f"interpret must be a bool, got {self.interpret!r}")
+        for name in ("interpret", "invariant"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {value!r}")
+        if self.invariant:
+            self._check_invariant()
+
+    def _check_invariant(self) -> None:
+        """Raises a ValueError if other fields break what `invariant` promises."""
+        if self.splits not in (None, 1):
+            raise ValueError(
+                f"splits={self.splits} does not go with invariant=True: parts of the "
+                f"keys begin at multiples of {PART} there, so splits must be None or 1"
+            )
+        blocks = self.forward
+        if blocks is not None and PART % blocks.block_kv:
+            raise ValueError(
+                f"block_kv={blocks.block_kv} of forward does not go with "
+                f"invariant=True: it must divide {PART}, the keys of a part"
+            )
 
     def blocks(self, kernel: str) -> Blocks | None:
         """The caller's blocks for one of `KERNELS`, or of those in `LIKE`."""

@@ -35,9 +35,6 @@ from pallas_kernels.tables import FEW_ROWS
 PARTS = ("y", "z")
 # Tiles of parts for each multiprocessor.
 _MOST_TILES = 16
-# Keys of a part of a call whose bits do not depend on how it is cut
-# (`configs.Config.invariant`): parts begin at its multiples, whoever computes them.
-PART = 2048
 # As `_MOST_TILES`, of such a call, whose number of parts is fixed.
 _MOST_FIXED_TILES = 64
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import division
-from pallas_kernels.configs import Blocks
+from pallas_kernels.configs import PART, Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
@@ -298,7 +298,7 @@ class Layout(abc.ABC):
       blocks: block sizes.
       looped: axes of heads (`n`) and batch that a program loops over.
       splits: into how many parts a program's work is divided (`division`), or None.
-      invariant: whether parts of the keys lie at fixed places (`division.PART`).
+      invariant: whether parts of the keys lie at fixed places (`configs.PART`).
     """
 
     waves: int | None = None  # as for `division.parts`
@@ -317,8 +317,8 @@ class Layout(abc.ABC):
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
         # Blocks of keys of a part at a fixed place, and how many of these there are.
-        self.part = division.PART // blocks.block_kv if invariant else None
-        self.part_count = -(-size.get("s", 0) // division.PART)
+        self.part = PART // blocks.block_kv if invariant else None
+        self.part_count = -(-size.get("s", 0) // PART)
         own = {a: self.head(a) for a in ("h", "d") if a in size}
         self.pieces = {a: tuple(x.size for x in rows) for a, rows in own.items()}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))

@@ -351,7 +351,6 @@ class AttentionSpec:
         q_size: int,
         kv_size: int,
         over: tuple[str, ...] = (),
-        *,
         lists: bool = True,
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
@@ -367,15 +366,11 @@ class AttentionSpec:
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
-        found = None
-        if lists:
-            found = list_of(self.masks, looped, tiling, over, self.relation)
+        masks = self.masks if lists else ()
+        found = list_of(masks, looped, tiling, over, self.relation)
         if found is None:
-            relations = [
-                atom.block_relation(tiling).over(over)
-                for atom in self.masks
-                if not atom.has_ranges
-            ]
+            others = (atom for atom in self.masks if not atom.has_ranges)
+            relations = [atom.block_relation(tiling).over(over) for atom in others]
             found = block_table(relations, looped, tiling.counts["ts".index(looped)])
         return dataclasses.replace(self.for_pairs(tiling), table=found)
 

@@ -186,8 +186,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         blocks = dataclasses.replace(blocks, num_stages=stages)
     arithmetic = support.arithmetic(dtype, interpret)
     splits = None if config is None else config.splits
-    invariant = kernel == "forward" and config is not None and config.invariant
-    return Launch(blocks, product, arithmetic, interpret, splits, invariant)
+    fixed = kernel == "forward" and config is not None and config.invariant
+    return Launch(blocks, product, arithmetic, interpret, splits, fixed)
 
 
 def _square(launch: Launch) -> Launch:

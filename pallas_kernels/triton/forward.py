@@ -7,7 +7,7 @@ which pairs may be masked, or one, with `flash2.step`, then all the others with
 `flash2.accumulate`, a third fewer instructions. If a row was not in its range, the
 program begins again with steps alone, and stores that row. With `Config.invariant` it
 visits the blocks from first to last, with steps alone, in parts of the keys that begin
-at fixed places (`division.PART`).
+at fixed places (`configs.PART`).
 
 Its warps divide the query rows and share the keys and values, so that no partial result
 passes between them through shared memory (section 3.3); the layout is Triton's for
