@@ -262,17 +262,15 @@ class _Cut:
         product, and together with what follows.
         """
         names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]
-        is_one = not (set(a.axes) & set(b.axes)) - set(axes)
         found = []
         for x in (a, b):
             own = (*names, *(name for name in x.axes if name not in names))
             size = dict(zip(x.axes, x.shape, strict=True))
             shape = [self.size[n] if n in names else size[n] for n in own]
+            room = BLOCK - 1 if "h" in own and size["h"] == 1 else 0
+            width = [(0, room if name == "h" else 0) for name in own]
             value = jnp.broadcast_to(x.to(own), shape)
-            if is_one:
-                width = [*((0, 0) for _ in own), (0, BLOCK - 1)]
-                value, own = jnp.pad(value[..., None], width), (*own, "h")
-            found.append(Named(value, own))
+            found.append(Named(jnp.pad(value, width), own))
         return found
 
     def named(self, pairs: jax.Array) -> Named:

@@ -105,20 +105,21 @@ class Cut:
             q[:, first:end], k, v, first, lengths, (ids[:, first:end], known)
         )
 
-    def check(self, sizes=(1, 7, 33)) -> None:
-        t = self.of.t
-        whole = self.rows(0, t)
+    def check(self, *sizes: int) -> None:
+        """Chunks of such sizes of one entry of the batch against all in one call."""
+        t, last = self.of.t, self.of.b - 1
+        whole = [x[last:] for x in self.rows(0, t)]
         for size in sizes:
-            # The capacity is one of all chunks, so that one program serves them.
-            every = range(0, t - size + 1, max(size, t // 5))
-            for first in every:
-                found = self.rows(first, first + size, t + 20)
+            for first in range(0, t - size + 1, max(size, t // 5)):
+                # The capacity is that of all chunks: one program serves them.
+                found = self.rows(first, first + size, t + 20, slice(last, None))
                 expected = [x[:, first : first + size] for x in whole]
                 _assert_equal(found, expected, f"{size} rows from {first}")
-        alone = self.rows(0, t, batch=slice(1, 2))
-        _assert_equal(alone, [x[1:2] for x in whole], "one of the batch")
-        many = self.rows(0, t, batch=np.array([1, 0, 1, 1, 0]))
-        _assert_equal([x[:2] for x in many], [x[::-1] for x in whole], "more of them")
+
+
+def _every_third(b, n, q, kv):
+    """A mask with blocks to skip between others, of which kernels make lists."""
+    return (q // 16 + kv // 16) % 3 != 1
 
 
 ALIBI = ("alibi_slopes", np.float32([0.1, 0.3, 0.0, 0.5]))
@@ -134,6 +135,7 @@ SEQUENCES = {
     ),
     "wide": Sequences((CAP,), b=1, n=2, h=256, d=256, dtype="bfloat16"),
     "one_element": Sequences((ALIBI,), h=1, d=64),
+    "listed": Sequences((("mask_mod", _every_third), CAP)),
     "not_causal": Sequences((("is_causal", False), CAP)),
 }
 _FIRST = ["everything"]
@@ -144,7 +146,8 @@ _FIRST = ["everything"]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_may_be_cut_anywhere(backend, name):
-    Cut(SEQUENCES[name], _options(backend, invariant=True)).check()
+    sizes = (1, 9) if name in _FIRST else (1, 7, 33, SEQUENCES[name].t)
+    Cut(SEQUENCES[name], _options(backend, invariant=True)).check(*sizes)
 
 
 @settings(deadline=None, max_examples=40)
@@ -198,36 +201,63 @@ def _pools(arrays, page: int, entries: int, seed: int):
 
 
 @pytest.mark.parametrize(
-    ("page", "entries"), [(16, 7), *deeply((8, 20), (64, 2), (1, 100))]
+    ("page", "entries", "size"),
+    [(16, 7, 1), *deeply((8, 20, 7), (64, 2, 1), (1, 100, 7))],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_hold_what_a_dense_call_has(backend, page, entries):
-    """Decoding, chunks and ragged batches against pages; training against rows."""
+def test_pages_hold_what_a_dense_call_has(backend, page, entries, size):
+    """Decoding and chunks against pages in any order; a call against all rows."""
     options = _options(backend, invariant=True)
     of = Sequences((CAP, SINKS))
     q, k, v = of.arrays()
     whole = Cut(of, options).rows(0, of.t)
-    more = dict(of.arguments)
 
     @jit
-    def attend(q, pools, lengths, cu=None):
-        return paged_attention(
-            q, *pools, lengths, cu_query_lengths=cu, **more, **options
-        )
+    def attend(q, pools, lengths):
+        return paged_attention(q, *pools, lengths, **dict(of.arguments), **options)
 
-    for seed, size in ((0, 1), (1, 1), (0, 7)):
+    for seed in (0, 1):
         pools = _pools((k, v), page, entries, seed)
         for end in (of.t, 40):
             found = attend(q[:, end - size : end], pools, jnp.full(2, end))
             expected = [x[:, end - size : end] for x in whole]
             _assert_equal(found, expected, f"{size} rows to {end}")
-    pools = _pools((k, v), page, entries, 2)
-    tokens = [q[0, -1:], q[1, 20:29]]
-    found = attend(
-        jnp.concatenate(tokens), pools, jnp.array([of.t, 29]), jnp.array([0, 1, 10])
-    )
+
+
+@deep
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_ragged_batch_has_the_same_bits(backend):
+    options = _options(backend, invariant=True)
+    of = Sequences((CAP, SINKS))
+    q, k, v = of.arrays()
+    whole = Cut(of, options).rows(0, of.t)
+    options |= {**dict(of.arguments), "cu_query_lengths": jnp.array([0, 1, 10])}
+    call = jit(functools.partial(paged_attention, **options))
+    tokens, lengths = [q[0, -1:], q[1, 20:29]], jnp.array([of.t, 29])
+    found = call(jnp.concatenate(tokens), *_pools((k, v), 16, 7, 2), lengths)
     expected = [jnp.concatenate([x[0, -1:], x[1, 20:29]]) for x in whole]
     _assert_equal(found, expected, "a ragged batch")
+
+
+@pytest.mark.parametrize("backend", ["xla", *deeply("triton")])
+@pytest.mark.skipif(ON_GPU, reason="xla declines")
+def test_vmap_changes_no_bit(backend):
+    """Over queries alone, and over keys alone."""
+    of = Sequences(b=1, t=20)
+    q, k, v = of.arrays()
+    attend = functools.partial(
+        attention, is_causal=True, **_options(backend, invariant=True)
+    )
+    one = jit(attend)(q, k, v)
+    queries, keys = (jnp.stack([2 * x, -x, x]) for x in (q, k))
+    of_queries = jit(jax.vmap(attend, (0, None, None)))(queries, k, v)
+    of_keys = jit(jax.vmap(attend, (None, 0, None)))(q, keys, v)
+    _assert_equal([x[2] for x in of_queries], one, "queries")
+    _assert_equal([x[2] for x in of_keys], one, "keys")
+
+
+# Multiprocessors, rows of the cache and `Config.splits`.
+CUTS = [(1, 0, None), (999, 500, None), (999, 0, None), (999, 500, 1)]
 
 
 @pytest.mark.parametrize("largest", [False, *deeply(True)])
@@ -236,22 +266,16 @@ def test_parts_of_the_keys_are_the_same_whoever_makes_them(largest, monkeypatch)
     monkeypatch.setattr(layout, "PART", 64)
     of = Sequences((("return_max_logit", largest), SINKS, CAP), t=150, d=48)
     blocks = dataclasses.replace(SMALL, block_kv=32)
-    calls = {}
-    for programs, capacity, splits in (
-        (1, 0, None),
-        (999, 0, None),
-        (999, 0, 1),
-        (999, 300, None),
-    ):
+    found = []
+    for programs, capacity, splits in CUTS if largest else CUTS[:2]:
         monkeypatch.setattr(device, "multiprocessors", lambda n=programs: n)
         jax.clear_caches()
         options = _options("triton", invariant=True, forward=blocks, splits=splits)
-        calls[programs, capacity, splits] = Cut(of, options).rows(100, 150, capacity)
+        found.append(Cut(of, options).rows(100, 150, capacity))
     jax.clear_caches()
-    first, *others = calls.values()
-    for found in others:
-        for one, other in zip(found, first, strict=True):
-            np.testing.assert_array_equal(one, other)
+    for other in found[1:]:
+        for one, first in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(one, first)
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
