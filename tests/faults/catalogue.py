@@ -10,6 +10,7 @@ from tests.faults import (
     fp8,
     gpus,
     hopper_forward,
+    invariant,
     kernels,
     lists,
     lowering,
@@ -426,5 +427,6 @@ MUTANTS = [
     *tuner.MUTANTS,
     *flashify.MUTANTS,
     *paged.MUTANTS,
+    *invariant.MUTANTS,
     *tangents.MUTANTS,
 ]
