@@ -110,21 +110,20 @@ class Config:
         sizes of a call and the GPU. With a number, and with blocks given too, the bits
         of an output row do not depend on how many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
-      invariant: give each row of the output, of the log-sum-exp and of the largest
-        scores the same bits however a sequence is cut: in one call, in chunks of
-        queries, or row by row against a cache, dense (`query_offset`) or in pages,
-        whatever its capacity, the order of its pages, the other entries of the batch
-        and the documents around it. So sampling and training agree
-        ([recipe](RECIPES.md#equal-bits-in-training-and-sampling)). Keys are visited
-        from first to last in parts of 2,048, each in the same tile; `splits` may be 1
-        (a program does all parts) or None (if programs are few, one for each part):
-        the bits are the same. All calls must have one `Config`, backend, dtype,
-        precision, and number of heads, and the same masks and terms of the score for
-        the row. "triton" serves it, with one tile for all calls of such heads, and
-        "xla" on CPUs, with blocks of its own; the other implementations decline, and
-        rows may not be divided over devices. Gradients are those of any call. A call
-        of many rows is slower than without. Known of interpreted kernels and of XLA
-        on CPUs; `python -m benchmarks.bits` tells it of a GPU, where it has not run.
+      invariant: give each row of output, log-sum-exp and largest scores the same bits
+        however its sequence is cut: in one call, in chunks of queries, or row by row
+        against a cache, dense (`query_offset`) or in pages; whatever the capacity, the
+        order of pages, the rest of the batch and other documents in a row. So training
+        and sampling agree (RECIPES.md, "Equal bits in training and sampling"). For
+        calls with the same `Config`, backend, dtype, precision and numbers of heads,
+        and for rows with the same masks and terms of the score. Keys are visited from
+        the first on, in tiles that do not depend on the call, and in parts that begin
+        at multiples of 2,048. `splits` may be 1 (a program does all parts) or None
+        (each part has a program, where these are few): the bits are the same. The
+        "triton" backend serves it, and on CPUs "xla", with blocks of its own; others
+        decline. Rows may not be divided over devices. Gradients are those of any call.
+        A call of many rows is slower. Tested with interpreted kernels and XLA on a CPU;
+        `python -m benchmarks.bits` tests a GPU, and none has run it.
 
     Raises:
       TypeError, ValueError: if a field is not as above.
