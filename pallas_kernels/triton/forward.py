@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import program
-from pallas_kernels.core import flash2
+from pallas_kernels.core import flash2, parts
 from pallas_kernels.core.axes import Named, first_of
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Pairs
@@ -92,6 +92,9 @@ def _program(
     """The kernel's body: a block of query rows, and the keys that they need."""
     spec, where, kv_blocks = program.query_program(spec, layout)
     (q_block,) = launch.left(q.load(("t", "h"), where))
+    whole = spec
+    if layout.part is not None:
+        spec = dataclasses.replace(spec, sink=None)
 
     def visit(masked, j, state):
         here = program.visit_at(spec, where, layout, "s", j, masked)
@@ -116,8 +119,8 @@ def _program(
     # Rows beyond a query length are results too: 0 and -inf.
     rows = layout.rows_at("t", where["t"].start)
 
-    def finish(state, sink=spec.sink):
-        o, lse = flash2.finish(state, sink, launch.arithmetic)
+    def finish(state):
+        o, lse = flash2.finish(state, spec.sink, launch.arithmetic)
         o = flash2.scaled(o, spec.dropout_scale) if spec.dropout else o
         return [o, lse, *([state.largest] if spec.gives_largest else [])]
 
@@ -135,9 +138,10 @@ def _program(
     if layout.part is not None:
 
         def result(blocks):
-            return finish(by_steps(blocks), None)
+            return finish(by_steps(blocks))
 
-        store(of_parts(kv_blocks, layout, one, result, nothing, spec.sink))
+        o, lse, *largest = of_parts(kv_blocks, layout, one, result, nothing)
+        store([*parts.joined(o, lse, whole.sink), *largest])
         return
     kv_blocks = kv_blocks.with_an_edge(one)
     if spec.wants_steps(q.dtype):

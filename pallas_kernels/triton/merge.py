@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import flash2
+from pallas_kernels.core import flash2, parts
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.ranges import Range, divide, everything, loop
 from pallas_kernels.layout import Layout, Rows
@@ -152,7 +152,7 @@ def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
         logs = lse.load(("s", "t"), here, padding=-math.inf)
         found = (flash2.merge(x, logs) for x in o.load(("s", "t", "d"), here))
         pieces, logs = zip(*found, strict=True)
-        return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))
+        return parts.merged([state[0], pieces], [state[1], logs[0]])
 
     nothing = (
         tuple(jnp.zeros((tiles.rows, x.size), jnp.float32) for x in where["d"]),
@@ -160,8 +160,7 @@ def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
     )
     pieces, log = lax.fori_loop(jnp.int32(0), jnp.int32(tiles.turns), take, nothing)
     if sink:
-        joint = sink[0].load(("t",), where).astype(jnp.float32)
-        pieces, log = _merged(((x,) for x in pieces), (log,), joint)
+        pieces, log = parts.joined(pieces, log, sink[0].load(("t",), where))
     of_o.store(pieces, where)
     of_lse.store(log, where)
 
@@ -172,7 +171,6 @@ def of_parts(
     one: jax.Array,
     result: Callable[[Range], list],
     nothing: flash2.State,
-    sink: jax.Array | None,
 ) -> list:
     """The results of a program whose keys are in parts at fixed places.
 
@@ -186,7 +184,6 @@ def of_parts(
       result: of the blocks of a part: output, log-sum-exp, and the largest scores if
         the kernel gives them.
       nothing: the state before any key.
-      sink: as for `flash2.finish`, if no other kernel joins it.
     """
     size, count = layout.part, layout.part_count
     assert size is not None
@@ -194,28 +191,15 @@ def of_parts(
     def take(number, values):
         here = result(blocks & everything(number * size, (number + 1) * size))
         (o, lse, *largest), (new_o, new_lse, *new) = values, here
-        o, lse = _merged(zip(o, new_o, strict=True), (lse, new_lse))
+        o, lse = parts.merged([o, new_o], [lse, new_lse])
         return [o, lse, *map(jnp.maximum, largest, new)]
 
     if count == 1 or "z" in layout.parts:
-        values = result(blocks & everything(0, count * size * one))
-    else:
-        first = divide(blocks.need_lo * one, size)
-        end = divide(blocks.need_hi * one + size - 1, size)
-        largest = [] if nothing.top is None else [nothing.m]
-        values = loop(first, end, take, [nothing.acc, nothing.m, *largest])
-    if sink is None:
-        return values
-    o, lse, *largest = values
-    sink = jnp.squeeze(sink, -1) if sink.ndim > lse.ndim else sink
-    joint = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
-    return [*_merged(((x,) for x in o), (lse,), joint), *largest]
-
-
-def _merged(pieces, logs, sink=None):
-    """The pieces of a head and the log-sum-exp of results over disjoint keys."""
-    found = [flash2.merge(x, logs, sink) for x in pieces]
-    return tuple(x for x, _ in found), found[0][1]
+        return result(blocks & everything(0, count * size * one))
+    first = divide(blocks.need_lo * one, size)
+    end = divide(blocks.need_hi * one + size - 1, size)
+    largest = [] if nothing.top is None else [nothing.m]
+    return loop(first, end, take, [nothing.acc, nothing.m, *largest])
 
 
 def _whole(axes: int, _) -> tuple[int, ...]:

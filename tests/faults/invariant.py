@@ -23,8 +23,8 @@ MUTANTS = [
         ),
         (
             "each part of the keys has the sink",
-            "return finish(by_steps(blocks), None)",
-            "return finish(by_steps(blocks))",
+            "spec = dataclasses.replace(spec, sink=None)\n\n    def visit",
+            "pass\n\n    def visit",
             PARTS,
         ),
         (
