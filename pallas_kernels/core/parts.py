@@ -24,7 +24,8 @@ def merged(
       lse: for each part, [rows].
       sink: [rows], if no part took it in.
     """
-    found = [flash2.merge(x, lse, sink) for x in zip(*o, strict=True)]
+    of_rows = tuple(lse)
+    found = [flash2.merge(x, of_rows, sink) for x in zip(*o, strict=True)]
     return tuple(x for x, _ in found), found[0][1]
 
 

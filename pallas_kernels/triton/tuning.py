@@ -348,7 +348,9 @@ def _candidates(
         found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
     smaller = [Blocks(*blocks) for blocks in smaller]
     if regime == _ANY_CALL:
-        return smaller
+        # A program has two outputs of float32: of a part of the keys, of those before.
+        wide = size > 64
+        return [dataclasses.replace(x, num_warps=8) if wide else x for x in smaller]
     if kernel == like:
         return found + smaller
     in_pieces = itemsize == SPLIT_ITEMSIZE

@@ -31,7 +31,7 @@ MUTANTS = [
             "first to last, but for full blocks",
             "return blocks.all_edges().fold_edges(visit, nothing)",
             "return blocks.fold(visit, nothing)",
-            CUT.format("triton"),
+            "tests/kernels/test_accumulate.py -k test_levels[beyond_float32",
         ),
     ),
     *of(
