@@ -20,6 +20,7 @@ from pallas_kernels import layout
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2, parts
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.ranges import Range, divide, everything, loop
 from pallas_kernels.layout import Layout, Rows
 from pallas_kernels.tables import padded
@@ -166,7 +167,7 @@ def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
 
 
 def of_parts(
-    blocks: Range,
+    blocks: Visited,
     layout: Layout,
     one: jax.Array,
     result: Callable[[Range], list],
@@ -186,7 +187,7 @@ def of_parts(
       nothing: the state before any key.
     """
     size, count = layout.part, layout.part_count
-    assert size is not None
+    assert size is not None and isinstance(blocks, Range)
 
     def take(number, values):
         here = result(blocks & everything(number * size, (number + 1) * size))

@@ -306,10 +306,11 @@ def test_a_neighbour_changes_no_row(backend, is_paged):
 
 def test_what_breaks_the_promise_is_an_error():
     q = jnp.ones((1, 32, 2, 64), jnp.bfloat16)
-    for fields, words in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"splits": 2}, "splits=2 .*must be None or 1"),
         ({"forward": Blocks(16, 48, 4, 2)}, "block_kv=48 .*must divide 2048"),
-    ):
+    )
+    for fields, words in wrong:
         with pytest.raises(ValueError, match=words):
             Config(invariant=True, **fields)
     invariant = Config(invariant=True)
