@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +24,11 @@ BACKENDS = ["triton"] if ON_GPU else ["triton", "xla"]
 # What the tests otherwise leave out (`conftest`): without it LLVM contracts a product
 # and a sum in some programs and not in others, and two roundings are not one.
 COMPILED = {} if ON_GPU else {"xla_backend_optimization_level": "2"}
-jit = functools.partial(jax.jit, compiler_options=COMPILED)
 SMALL = Blocks(16, 16, num_warps=4, num_stages=2)
+
+
+def jit(function: Callable) -> Callable:
+    return jax.jit(function, compiler_options=COMPILED)
 
 
 def _options(backend: str, **fields) -> dict[str, Any]:
@@ -122,8 +126,8 @@ def _every_third(b, n, q, kv):
     return (q // 16 + kv // 16) % 3 != 1
 
 
-ALIBI = ("alibi_slopes", np.float32([0.1, 0.3, 0.0, 0.5]))
-SINKS = ("sinks", np.float32([0.0, 1.0, -3.0, 0.5]))
+ALIBI = ("alibi_slopes", np.array([0.1, 0.3, 0.0, 0.5], np.float32))
+SINKS = ("sinks", np.array([0.0, 1.0, -3.0, 0.5], np.float32))
 CAP = ("logits_soft_cap", 5.0)
 SEQUENCES = {
     "everything": Sequences(
@@ -212,9 +216,11 @@ def test_pages_hold_what_a_dense_call_has(backend, page, entries, size):
     q, k, v = of.arrays()
     whole = Cut(of, options).rows(0, of.t)
 
+    call: Callable = paged_attention
+
     @jit
     def attend(q, pools, lengths):
-        return paged_attention(q, *pools, lengths, **dict(of.arguments), **options)
+        return call(q, *pools, lengths, **dict(of.arguments), **options)
 
     for seed in (0, 1):
         pools = _pools((k, v), page, entries, seed)
@@ -292,7 +298,8 @@ def test_a_neighbour_changes_no_row(backend, is_paged):
         if not is_paged:
             return attention(q, k, v, **options)
         pools = _pools((k, v), 16, 4, 0)
-        return paged_attention(q, *pools, jnp.full(2, of.t), **options)
+        call: Callable = paged_attention
+        return call(q, *pools, jnp.full(2, of.t), **options)
 
     found = attend(q)
     # Far above what the first blocks had, and in the other entry far below.
