@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash2._loops import COUNTED, PairLoop, Starts
+from jax_flash2._loops import COUNTED, PairLoop, Starts, as_matrices
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.configs import Blocks
@@ -251,27 +251,9 @@ class _Cut:
                 for x in (a, b)
             )
         if self.invariant:
-            a, b = self._as_matrices(a, b, axes)
+            names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]
+            a, b = (as_matrices(x, names, self.size) for x in (a, b))
         return contract(a, b, axes, self.precision)
-
-    def _as_matrices(self, a: Named, b: Named, axes: Axes) -> list[Named]:
-        """Operands of a product that XLA makes of matrices, the same for every call.
-
-        Both have the axes of batch and heads that `vmap` may have given to one. And
-        they have rows of more than one element: XLA would multiply those without a
-        product, and together with what follows.
-        """
-        names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]
-        found = []
-        for x in (a, b):
-            own = (*names, *(name for name in x.axes if name not in names))
-            size = dict(zip(x.axes, x.shape, strict=True))
-            shape = [self.size[n] if n in names else size[n] for n in own]
-            room = BLOCK - 1 if "h" in own and size["h"] == 1 else 0
-            width = [(0, room if name == "h" else 0) for name in own]
-            value = jnp.broadcast_to(x.to(own), shape)
-            found.append(Named(jnp.pad(value, width), own))
-        return found
 
     def named(self, pairs: jax.Array) -> Named:
         """A block of pairs; an axis of size 1 is one that no operand is mapped over."""

@@ -80,14 +80,14 @@ MUTANTS = [
         ),
         (
             "xla's products of all that vmap maps",
-            "shape = [self.size[n] if n in names else size[n] for n in own]",
-            "shape = [size.get(n, 1) for n in own]",
+            "shape |= {name: size[name] for name in names}",
+            "shape |= {name: shape.get(name, 1) for name in names}",
             BITS.format("vmap and xla"),
         ),
         (
             "xla's products of single numbers",
-            'if "h" in own and size["h"] == 1',
-            'if "h" in own and size["h"] == 0',
+            'if "h" in own and shape["h"] == 1',
+            'if "h" in own and shape["h"] == 0',
             ONE_ELEMENT,
         ),
         (
