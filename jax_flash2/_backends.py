@@ -359,10 +359,10 @@ def _level_of_caller() -> int:
 
 
 def _choice(implementation: str | None, call: Call) -> str:
-    if implementation == REFERENCE:
-        return REFERENCE
     if implementation is not None:
-        why_not = reason(implementation, call)
+        why_not = "it has no Config(invariant=True)" if call.is_invariant else None
+        if implementation != REFERENCE:
+            why_not = reason(implementation, call)
         if why_not is not None:
             raise ValueError(_refusal(implementation, why_not))
         return implementation

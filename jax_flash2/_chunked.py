@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash2._loops import COUNTED, PairLoop, Starts
+from jax_flash2._loops import COUNTED, PairLoop, Starts, as_matrices
 from pallas_kernels import device
-from pallas_kernels.backend import Call, Pass, Plan
+from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2, gather
 from pallas_kernels.core.axes import (
@@ -45,12 +45,29 @@ _PAIRS = _ROWS**2
 # Of all heads and batch entries elsewhere, where products of large matrices are fast,
 # for each element of a head (benchmarks/lab/065): some 2 MiB in a backward pass.
 _PAIRS_OF_GPUS = 2**17
+# Rows of a block of an invariant call, whatever its sizes.
+_INVARIANT = {"t": 16, "s": 256}
 
 Names = tuple[str, ...]
 
 
-def plan(_: Call, pass_: Pass, /) -> Plan:
-    """This backend makes every pass of every call, by XLA's own kernels."""
+def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
+    """This backend makes every pass of every call, by XLA's own kernels.
+
+    But one: where XLA chooses kernels by the number of matrices, no bits are promised.
+    """
+    if not call.is_invariant or pass_ != "forward":
+        return Plan()
+    if not _on_cpu():
+        return Declined(
+            "Config(invariant=True): XLA chooses kernels of products by all sizes of a "
+            f"call on {device.target()!r}"
+        )
+    if call.config is not None and call.config.forward is not None:
+        return Declined(
+            "Config(invariant=True, forward=...): only with blocks of its own does XLA "
+            "make the same products of all calls"
+        )
     return Plan()
 
 
@@ -83,6 +100,8 @@ class _Cut:
       precision: of products of float32 operands.
       fuses_softmax: whether XLA makes one kernel of a softmax, as it does on GPUs, and
         a block is one: all keys of its rows, none masked.
+      invariant: whether blocks have the rows of `_INVARIANT`, in a loop, even if the
+        call has fewer: XLA then makes the same products of them.
     """
 
     size: dict[str, int]
@@ -91,14 +110,19 @@ class _Cut:
     batch: tuple[str, ...]
     precision: Any
     fuses_softmax: bool = False
+    invariant: bool = False
 
     @classmethod
-    def of(cls, operands, spec, blocks: Blocks | None, precision) -> _Cut:
+    def of(
+        cls, operands, spec, blocks: Blocks | None, precision, *, invariant=False
+    ) -> _Cut:
         operands = [*operands, *jax.tree.leaves(spec)]
         unmasked = not spec.masks and not spec.score.may_mask and spec.sink is None
         size = sizes(operands)
         heads = Heads.of(size)
-        if blocks is not None:
+        if invariant:
+            most = dict(_INVARIANT)
+        elif blocks is not None:
             most = {"t": blocks.block_q, "s": blocks.block_kv}
         else:
             elements = [size[a] for a in (*batch_axes(operands), "n") if a in size]
@@ -112,6 +136,8 @@ class _Cut:
         block = {name: _block(size[name], most[name]) for name in ("t", "s")}
         size = {**size, "g": heads.group}
         batch = batch_axes(operands)
+        if invariant:
+            return cls(size, most, heads, batch, precision, invariant=True)
         cut = cls(size, block, heads, batch, precision)
         fused = unmasked and cut.count("s") == 1 and not _on_cpu()
         return dataclasses.replace(cut, fuses_softmax=fused)
@@ -161,7 +187,7 @@ class _Cut:
             return x
         # XLA makes the fewest copies where heads are split after the change of order in
         # a loop, and before it where one block has all.
-        is_loop = self.count("t") * self.count("s") > 1
+        is_loop = self.count("t") * self.count("s") > 1 or self.invariant
         x = (x if is_loop else self.heads.split(x)).squeezed()
         row, *head = (a for a in ("t", "s", "h", "d") if a in x.axes)
         own = (*head, row) if rows_last else (row, *head)
@@ -224,6 +250,9 @@ class _Cut:
                 Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
                 for x in (a, b)
             )
+        if self.invariant:
+            names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]
+            a, b = (as_matrices(x, names, self.size) for x in (a, b))
         return contract(a, b, axes, self.precision)
 
     def named(self, pairs: jax.Array) -> Named:
@@ -252,7 +281,9 @@ class _Cut:
 
         In one order: by query block, and for each by key block.
         """
-        if self.count("t") == self.count("s") == 1 and not spec.is_part:
+        if self.count("t") == self.count("s") == 1 and not (
+            spec.is_part or self.invariant
+        ):
             return visit({"t": 0, "s": 0}, state)
         size = {name: self.size[name] for name in self.block}
         loop = PairLoop(size, self.block, self.batch)
@@ -272,7 +303,7 @@ def forward(_: Plan, call: Call, outputs):
     call = call.widened
     q, k, v, spec = call.query, call.key, call.value, call.spec
     blocks = None if call.config is None else call.config.forward
-    cut = _Cut.of([q, k, v], spec, blocks, call.precision)
+    cut = _Cut.of([q, k, v], spec, blocks, call.precision, invariant=call.is_invariant)
     # Not the keys: scores of those that are dropped are replaced, whatever they are.
     spec, v = clear.scale_of_values(spec), clear.dropped_keys(spec, v)
     fields, (k, v) = gather.blocks(spec, (k, v), cut.size, q.dtype)

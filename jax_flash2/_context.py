@@ -145,11 +145,16 @@ class Step(NamedTuple):
 
 def _next_step(call: Call, implementation: str | None, context: Context) -> Step:
     sharding = sharding_of(context)
-    _check(call, sharding)
+    sharding.check(call.size)
     if sharding.stripe == call.size["t"] == call.size["s"]:  # that is one run of rows
         sharding = dataclasses.replace(sharding, stripe=None)
     if sharding.parts == 1:
         return Step(None, sharding, "there is one device")
+    if call.is_invariant:
+        raise ValueError(
+            "config=Config(invariant=True) goes with no rows divided over devices: "
+            "their number decides which sums are made apart"
+        )
     if len(context.axes) > 1 and context.method is None:
         last = dataclasses.replace(context, axis=context.axes[-1:])
         inner = sharding_of(last)
@@ -189,18 +194,6 @@ def _choice(
         return serving[0], sharding, f"gather: {why_not['gather']}"
     reasons = "; ".join(f"{name}: {why}" for name, why in why_not.items())
     raise ValueError(f"context: no method serves this call: {reasons}")
-
-
-def _check(call: Call, sharding: RowSharding) -> None:
-    """Raises a ValueError if the rows of a device are not whole stripes."""
-    for name, argument in (("t", "query"), ("s", "key")):
-        rows = call.size[name]
-        if sharding.stripe is not None and rows % sharding.stripe:
-            raise ValueError(
-                f"context: stripe={sharding.stripe} must divide the rows of {argument} "
-                f"on each device, got {rows} rows: pass a stripe that does, or None "
-                "for rows that follow one another"
-            )
 
 
 def result_axes(call: Call) -> list[Axes]:

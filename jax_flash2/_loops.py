@@ -1,9 +1,9 @@
-"""The loop of the xla backend over the pairs of blocks that some batch entry needs."""
+"""The loop of the xla backend over pairs of blocks, and products that are the same."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.masks import Tiling
 from pallas_kernels.core.masks.relation import reduced
 from pallas_kernels.core.ranges import Range
@@ -114,3 +116,24 @@ class PairLoop:
 
         count = jnp.sum(needed, dtype=jnp.int32)
         return lax.fori_loop(np.int32(0), count, at, state)
+
+
+def as_matrices(x: Named, names: Sequence[str], size: Mapping[str, int]) -> Named:
+    """An operand of a product that XLA makes of the same matrices for every call.
+
+    It has the axes of batch and heads that `vmap` may have given to the other operand
+    alone. And it has heads of more than one element: XLA would multiply those without
+    a product, and together with what follows.
+
+    Args:
+      x: the operand.
+      names: axes of batch and heads of either operand.
+      size: of these axes.
+    """
+    own = (*names, *(name for name in x.axes if name not in names))
+    shape = dict(zip(x.axes, x.shape, strict=True))
+    room = BLOCK - 1 if "h" in own and shape["h"] == 1 else 0
+    width = [(0, room if name == "h" else 0) for name in own]
+    shape |= {name: size[name] for name in names}
+    value = jnp.broadcast_to(x.to(own), [shape[name] for name in own])
+    return Named(jnp.pad(value, width), own)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -276,6 +277,21 @@ class RowSharding:
         names = ", ".join(map(repr, self.axes))
         stripes = f"stripes of {self.stripe} rows" if self.stripe else "rows in one run"
         return f"{self.parts} devices along {names}, {stripes}"
+
+    def check(self, size: Mapping[str, int]) -> None:
+        """Raises a ValueError if the rows of a device are not whole stripes.
+
+        Args:
+          size: of the axes `t` and `s`, on a device.
+        """
+        for name, argument in (("t", "query"), ("s", "key")):
+            rows = size[name]
+            if self.stripe is not None and rows % self.stripe:
+                raise ValueError(
+                    f"context: stripe={self.stripe} must divide the rows of {argument} "
+                    f"on each device, got {rows} rows: pass a stripe that does, or "
+                    "None for rows that follow one another"
+                )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -153,6 +153,11 @@ class Call:
         return self.config is not None and self.config.interpret
 
     @property
+    def is_invariant(self) -> bool:
+        """Whether the caller wants bits that no cut of the call changes (`Config`)."""
+        return self.config is not None and self.config.invariant
+
+    @property
     def differentiable(self) -> dict[str, Named]:
         """What has a gradient, by name: query, key, value, operands of the score, sink.
 

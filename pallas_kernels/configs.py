@@ -9,6 +9,9 @@ KERNELS = ("forward", "dkv", "dk", "dv", "dq", "dbias")
 # Others have the blocks of one of those, for fewer keys: the kernel of tangents.
 LIKE = {"tangent": "dq"}
 
+# Keys of a part of an invariant call: parts begin at its multiples (`division`).
+PART = 2048
+
 _REGISTER_BOUNDS = range(24, 256, 8)
 
 
@@ -107,6 +110,20 @@ class Config:
         sizes of a call and the GPU. With a number, and with blocks given too, the bits
         of an output row do not depend on how many rows are in the batch.
       interpret: run the kernels in Pallas's interpreter: slow, on any platform.
+      invariant: give each row of output, log-sum-exp and largest scores the same bits
+        however its sequence is cut: in one call, in chunks of queries, or row by row
+        against a cache, dense (`query_offset`) or in pages; whatever the capacity, the
+        order of pages, the rest of the batch and other documents in a row. So training
+        and sampling agree (RECIPES.md, "Equal bits in training and sampling"). For
+        calls with the same `Config`, backend, dtype, precision and numbers of heads,
+        and for rows with the same masks and terms of the score. Keys are visited from
+        the first on, in tiles that do not depend on the call, and in parts that begin
+        at multiples of 2,048. `splits` may be 1 (a program does all parts) or None
+        (each part has a program, where these are few): the bits are the same. The
+        "triton" backend serves it, and on CPUs "xla", with blocks of its own; others
+        decline. Rows may not be divided over devices. Gradients are those of any call.
+        A call of many rows is slower. Tested with interpreted kernels and XLA on a CPU;
+        `python -m benchmarks.bits` tests a GPU, and none has run it.
 
     Raises:
       TypeError, ValueError: if a field is not as above.
@@ -125,6 +142,7 @@ class Config:
     dbias: Blocks | None = None
     splits: int | None = None
     interpret: bool = False
+    invariant: bool = False
 
     def __post_init__(self):
         for kernel in KERNELS:
@@ -139,8 +157,25 @@ class Config:
                 raise TypeError(f"splits must be an int or None, got {splits!r}")
             if splits < 1:
                 raise ValueError(f"splits must be at least 1, got {splits}")
-        if not isinstance(self.interpret, bool):
-            raise TypeError(f"interpret must be a bool, got {self.interpret!r}")
+        for name in ("interpret", "invariant"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {value!r}")
+        if self.invariant:
+            self._check_invariant()
+
+    def _check_invariant(self) -> None:
+        """Raises a ValueError if other fields break what `invariant` promises."""
+        if self.splits not in (None, 1):
+            raise ValueError(
+                f"splits={self.splits} does not go with invariant=True: parts of the "
+                f"keys begin at multiples of {PART} there, so splits must be None or 1"
+            )
+        blocks = self.forward
+        if blocks is not None and PART % blocks.block_kv:
+            raise ValueError(
+                f"block_kv={blocks.block_kv} of forward does not go with "
+                f"invariant=True: it must divide {PART}, the keys of a part"
+            )
 
     def blocks(self, kernel: str) -> Blocks | None:
         """The caller's blocks for one of `KERNELS`, or of those in `LIKE`."""

@@ -35,6 +35,8 @@ from pallas_kernels.tables import FEW_ROWS
 PARTS = ("y", "z")
 # Tiles of parts for each multiprocessor.
 _MOST_TILES = 16
+# As `_MOST_TILES`, of such a call, whose number of parts is fixed.
+_MOST_FIXED_TILES = 64
 
 
 def number(name: str) -> int:
@@ -97,6 +99,19 @@ def parts(
         if longest is not None:
             z = max(z, min(blocks // longest, _MOST_TILES * gpu // (programs * y)))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
+
+
+def fixed_parts(found: Mapping[str, int], programs: int, count: int) -> dict[str, int]:
+    """`parts`, with the keys in `count` parts at fixed places or in none.
+
+    Args:
+      found: what `parts` gave for a call without such places.
+      programs: before.
+      count: of the parts of all keys. The results are the same where a program
+        computes all of them, one after the other.
+    """
+    few = programs * count <= _MOST_FIXED_TILES * device.multiprocessors()
+    return {"z": count} if found.get("z", 1) > 1 < count and few else {}
 
 
 def _run(elements: int, most: int) -> int:

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import division
-from pallas_kernels.configs import Blocks
+from pallas_kernels.configs import PART, Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.pointwise.tables import Distances, Table
-from pallas_kernels.core.ranges import divide
+from pallas_kernels.core.ranges import Range, divide, everything
 from pallas_kernels.tables import FEW_ROWS, pieces
 
 
@@ -40,6 +40,7 @@ class Launch:
       arithmetic: the backend's instructions, or JAX's own.
       interpret: run in Pallas's interpreter.
       splits: of the caller's `Config`.
+      invariant: likewise, of the forward kernel.
     """
 
     blocks: Blocks
@@ -47,6 +48,7 @@ class Launch:
     arithmetic: Arithmetic
     interpret: bool
     splits: int | None = None
+    invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +298,7 @@ class Layout(abc.ABC):
       blocks: block sizes.
       looped: axes of heads (`n`) and batch that a program loops over.
       splits: into how many parts a program's work is divided (`division`), or None.
+      invariant: whether parts of the keys lie at fixed places (`configs.PART`).
     """
 
     waves: int | None = None  # as for `division.parts`
@@ -308,10 +311,14 @@ class Layout(abc.ABC):
         blocks: Blocks,
         looped: tuple[str, ...] = (),
         splits: int | None = None,
+        invariant: bool = False,
     ):
         size = sizes(operands)
         self.size = size
         self.rows = {"t": blocks.block_q, "s": blocks.block_kv}
+        # Blocks of keys of a part at a fixed place, and how many of these there are.
+        self.part = PART // blocks.block_kv if invariant else None
+        self.part_count = -(-size.get("s", 0) // PART)
         own = {a: self.head(a) for a in ("h", "d") if a in size}
         self.pieces = {a: tuple(x.size for x in rows) for a, rows in own.items()}
         self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
@@ -350,6 +357,7 @@ class Layout(abc.ABC):
         """
         parallel, heads = _OWN.get(kernel, (own, "n"))
         options = {"blocks": launch.blocks, "splits": launch.splits, **more}
+        options["invariant"] = launch.invariant
         return cls(operands, parallel=parallel, heads=heads, looped=looped, **options)
 
     def head(self, name: str) -> tuple[Rows, ...]:
@@ -380,8 +388,9 @@ class Layout(abc.ABC):
         longest = None
         if few_rows and "c" in self.size:
             longest = max(1, division.number("longest_part") // self.rows["s"])
-        return division.parts(
-            math.prod(self.num_blocks.values()) * math.prod(others),
+        programs = math.prod(self.num_blocks.values()) * math.prod(others)
+        found = division.parts(
+            programs,
             self.elements,
             math.prod(visited),
             splits=splits,
@@ -389,6 +398,9 @@ class Layout(abc.ABC):
             waves=self.waves,
             longest=longest,
         )
+        if self.part is None:
+            return found
+        return division.fixed_parts(found, programs, self.part_count)
 
     @property
     def _visited(self) -> tuple[str, ...]:
@@ -409,7 +421,13 @@ class Layout(abc.ABC):
 
     def own_blocks(self, where: Mapping[str, Any], blocks: Visited) -> Visited:
         """Those of a range that the program at `where` visits."""
-        return blocks.part(where["z"], self.parts["z"]) if "z" in self.parts else blocks
+        if "z" not in self.parts:
+            return blocks
+        if self.part is None:
+            return blocks.part(where["z"], self.parts["z"])
+        assert isinstance(blocks, Range), "an invariant call has no lists of blocks"
+        first = where["z"] * self.part
+        return blocks & everything(first, first + self.part)
 
     @abc.abstractmethod
     def program_ids(self) -> dict[str, jax.Array]:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_flash2 import Config
+
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 CAUSAL = {"is_causal": True}
 DROPOUT = {"dropout_rate": 0.1}
@@ -182,6 +184,18 @@ def _decoding() -> Iterator[GpuCall]:
     yield GpuCall(name, (4, 1, 8192), heads, F32, gradients=False)
 
 
+def _invariant() -> Iterator[GpuCall]:
+    """One tile for all calls, in parts of the keys by one program or by many."""
+    arguments = {"config": Config(invariant=True), **CAUSAL}
+    more = {"arguments": arguments, "gradients": False}
+    for head in (64, 128, 256):
+        name = f"bf16 {head} causal invariant"
+        yield GpuCall(name, (2, 8192, 8192), (16, 4, head, head), **more)
+    yield GpuCall(
+        "bf16 128 causal invariant one query", (1, 1, 32768), (32, 8, 128, 128), **more
+    )
+
+
 def _other_dtypes() -> Iterator[GpuCall]:
     for head in (64, 128, 256):
         more = {"arguments": CAUSAL, "quick": head == 128}
@@ -205,4 +219,10 @@ def _other_dtypes() -> Iterator[GpuCall]:
     yield GpuCall("float32 128 dropout", *_square(128, 2048), F32, random)
 
 
-CALLS = (*_plain(), *_of_pairs(), *_decoding(), *_other_dtypes())
+CALLS = (
+    *_plain(),
+    *_of_pairs(),
+    *_decoding(),
+    *_invariant(),
+    *_other_dtypes(),
+)

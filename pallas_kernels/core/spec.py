@@ -351,6 +351,7 @@ class AttentionSpec:
         q_size: int,
         kv_size: int,
         over: tuple[str, ...] = (),
+        lists: bool = True,
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
 
@@ -360,17 +361,16 @@ class AttentionSpec:
           block_q, block_kv: block sizes.
           q_size, kv_size: rows.
           over: axes whose elements get one table, of what any of them looks at.
+          lists: whether it may be a `BlockList`.
         """
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
-        found = list_of(self.masks, looped, tiling, over, self.relation)
+        masks = self.masks if lists else ()
+        found = list_of(masks, looped, tiling, over, self.relation)
         if found is None:
-            relations = [
-                atom.block_relation(tiling).over(over)
-                for atom in self.masks
-                if not atom.has_ranges
-            ]
+            others = (atom for atom in self.masks if not atom.has_ranges)
+            relations = [atom.block_relation(tiling).over(over) for atom in others]
             found = block_table(relations, looped, tiling.counts["ts".index(looped)])
         return dataclasses.replace(self.for_pairs(tiling), table=found)
 

@@ -51,6 +51,8 @@ def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | N
         return "it has a kernel for the forward pass alone"
     if call.interpret:
         return "its kernels are not interpreted"
+    if call.is_invariant:
+        return "Config(invariant=True): its order of blocks depends on the call"
     if jax.__version_info__ < FIRST_JAX:
         first = ".".join(map(str, FIRST_JAX))
         return f"its kernels need JAX {first}, and this is {jax.__version__}"

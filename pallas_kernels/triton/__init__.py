@@ -190,7 +190,8 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         blocks = dataclasses.replace(blocks, num_stages=stages)
     arithmetic = support.arithmetic(dtype, interpret)
     splits = None if config is None else config.splits
-    return Launch(blocks, product, arithmetic, interpret, splits)
+    fixed = kernel == "forward" and config is not None and config.invariant
+    return Launch(blocks, product, arithmetic, interpret, splits, fixed)
 
 
 def _square(launch: Launch) -> Launch:
@@ -232,7 +233,7 @@ def _run(
         launch = _square(launch)
     blocks, size = launch.blocks, sizes([q, k, *jax.tree.leaves(spec.pages)])
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
-    spec = spec.with_table(looped, *rows)
+    spec = spec.with_table(looped, *rows, lists=not launch.invariant)
     return _KERNELS[kernel](q, k, v, spec, *rest, launch=launch, **options)
 
 

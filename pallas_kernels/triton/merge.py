@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import layout
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core import flash2
+from pallas_kernels.core import flash2, parts
 from pallas_kernels.core.axes import Named
-from pallas_kernels.layout import Rows
+from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.ranges import Range, divide, everything, loop
+from pallas_kernels.layout import Layout, Rows
 from pallas_kernels.tables import padded
 from pallas_kernels.triton import support
 from pallas_kernels.triton.memory import View
@@ -38,6 +40,7 @@ def merged(
     sink: Named | None,
     outputs: Sequence[Named],
     *,
+    in_order: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp of whole rows (`flash2.merge`).
@@ -46,6 +49,8 @@ def merged(
       o, lse: float32, of parts of the keys (axis `z` among others).
       sink: one that no part took in.
       outputs: shape structs of the results.
+      in_order: whether parts are taken in one by one, as `of_parts` does: the number of
+        parts, of which some may have met no key, then changes no bit.
       interpret: as for the kernel that made the parts.
     """
     # In the kernel all rows are one axis, `t`, and parts are `s`, as if they were keys.
@@ -66,7 +71,7 @@ def merged(
         jax.ShapeDtypeStruct((count, d)[:n], x.dtype)
         for n, x in zip((2, 1), outputs, strict=True)
     ]
-    tiles = _Tiles(count, parts, d)
+    tiles = _Tiles(count, parts, d, 1 if in_order else _PARTS)
     specs = [
         pl.BlockSpec([tiles.seen[a] for a in own], functools.partial(_whole, len(own)))
         for own in axes
@@ -103,16 +108,18 @@ class _Tiles:
       count: rows.
       parts: of each row.
       d: head size of the values.
+      most: parts that a program may take in at once.
     """
 
     count: int
     parts: int
     d: int
+    most: int = _PARTS
 
     @property
     def together(self) -> int:
         """Parts that a program takes in at once."""
-        most = min(_PARTS, _ELEMENTS // padded(self.d))
+        most = min(self.most, _ELEMENTS // padded(self.d))
         return min(1 << (self.parts - 1).bit_length(), most)
 
     @property
@@ -146,7 +153,7 @@ def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
         logs = lse.load(("s", "t"), here, padding=-math.inf)
         found = (flash2.merge(x, logs) for x in o.load(("s", "t", "d"), here))
         pieces, logs = zip(*found, strict=True)
-        return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))
+        return parts.merged([state[0], pieces], [state[1], logs[0]])
 
     nothing = (
         tuple(jnp.zeros((tiles.rows, x.size), jnp.float32) for x in where["d"]),
@@ -154,16 +161,46 @@ def _merge(tiles: _Tiles, o: View, lse: View, *rest: View) -> None:
     )
     pieces, log = lax.fori_loop(jnp.int32(0), jnp.int32(tiles.turns), take, nothing)
     if sink:
-        joint = sink[0].load(("t",), where).astype(jnp.float32)
-        pieces, log = _merged(((x,) for x in pieces), (log,), joint)
+        pieces, log = parts.joined(pieces, log, sink[0].load(("t",), where))
     of_o.store(pieces, where)
     of_lse.store(log, where)
 
 
-def _merged(pieces, logs, sink=None):
-    """The pieces of a head and the log-sum-exp of results over disjoint keys."""
-    found = [flash2.merge(x, logs, sink) for x in pieces]
-    return tuple(x for x, _ in found), found[0][1]
+def of_parts(
+    blocks: Visited,
+    layout: Layout,
+    one: jax.Array,
+    result: Callable[[Range], list],
+    nothing: flash2.State,
+) -> list:
+    """The results of a program whose keys are in parts at fixed places.
+
+    They are put together from the first part on. If the program has one part alone, as
+    each has where `layout.parts` divide them, it is that part's.
+
+    Args:
+      blocks: of keys that the program visits.
+      layout: with a `part`.
+      one: a traced 1, so that no loop is known to have one round.
+      result: of the blocks of a part: output, log-sum-exp, and the largest scores if
+        the kernel gives them.
+      nothing: the state before any key.
+    """
+    size, count = layout.part, layout.part_count
+    assert size is not None and isinstance(blocks, Range)
+
+    def take(number, values):
+        here = result(blocks & everything(number * size, (number + 1) * size))
+        (o, lse, *largest), (new_o, new_lse, *new) = values, here
+        o, lse = parts.merged([o, new_o], [lse, new_lse])
+        return [o, lse, *map(jnp.maximum, largest, new)]
+
+    if count == 1 or "z" in layout.parts:
+        return result(blocks & everything(0, count * size * one))
+    first = divide(blocks.need_lo * one, size)
+    end = divide(blocks.need_hi * one + size - 1, size)
+    largest = [] if nothing.top is None else [nothing.m]
+    return loop(first, end, take, [nothing.acc, nothing.m, *largest])
 
 
 def _whole(axes: int, _) -> tuple[int, ...]:

@@ -23,6 +23,9 @@ from pallas_kernels.triton import tangent_blocks
 # A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
 # and padded head sizes up to the key.
 _SMALLER = "Smaller blocks"
+# In place of a regime: those alone, which serve every call. None has more rows or keys
+# than `tables.FEW_ROWS`.
+_ANY_CALL = "any call"
 
 # The head size that an entry of a table is tuned for, if it is not the largest one that
 # it serves.
@@ -346,6 +349,10 @@ def _candidates(
         fewer = range(blocks.num_stages, min(blocks.num_stages, 2) - 1, -1)
         found += [dataclasses.replace(blocks, num_stages=n) for n in fewer]
     smaller = [Blocks(*blocks) for blocks in smaller]
+    if regime == _ANY_CALL:
+        # A program has two outputs of float32: of a part of the keys, of those before.
+        wide = size > 64
+        return [dataclasses.replace(x, num_warps=8) if wide else x for x in smaller]
     if kernel == like:
         return found + smaller
     in_pieces = itemsize == SPLIT_ITEMSIZE
@@ -389,12 +396,18 @@ def choose(
       dropout: whether bits are made for each pair.
       regime: of a call with elements of two bytes, one of `tables.REGIMES`.
 
+    The blocks of an invariant forward (`Config.invariant`) follow from `heads`,
+    `itemsize`, `gpu` and what there is for each pair alone.
+
     Raises:
       ValueError: if no candidate is known to fit, or the GPU's table is wrong.
     """
     chosen = None if config is None else config.blocks(kernel)
     if chosen is not None:
         return chosen
+    if kernel == "forward" and config is not None and config.invariant:
+        # One tile for all calls of such heads: rows beyond a call's are padding.
+        regime, rows = _ANY_CALL, (tables.FEW_ROWS, tables.FEW_ROWS)
     for blocks in _candidates(kernel, heads, itemsize, gpu, regime):
         more = {"gpu": gpu, "dropout": dropout}
         if fits(kernel, blocks, heads, itemsize, pair_bytes, **more):

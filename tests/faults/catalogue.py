@@ -10,6 +10,7 @@ from tests.faults import (
     fp8,
     gpus,
     hopper_forward,
+    invariant,
     kernels,
     lists,
     lowering,
@@ -428,5 +429,6 @@ MUTANTS = [
     *flashify.MUTANTS,
     *paged.MUTANTS,
     *quantised.MUTANTS,
+    *invariant.MUTANTS,
     *tangents.MUTANTS,
 ]

@@ -190,13 +190,13 @@ MUTANTS = [
         ),
         (
             "a sink that joins no parts",
-            "pieces, log = _merged(((x,) for x in pieces), (log,), joint)",
-            "pieces, log = _merged(((x,) for x in pieces), (log,))",
+            'parts.joined(pieces, log, sink[0].load(("t",), where))',
+            "parts.joined(pieces, log, None)",
             PARTS,
         ),
         (
             "of many parts the last ones alone",
-            "return _merged(zip(state[0], pieces, strict=True), (state[1], logs[0]))",
+            "return parts.merged([state[0], pieces], [state[1], logs[0]])",
             "return pieces, logs[0]",
             "tests/kernels/test_division.py -k many_parts",
         ),

@@ -407,6 +407,16 @@ def test_serving_runs_and_says_which_goals_are_met(tmp_path):
     assert figures.sections(tmp_path)["serving"] in done.stdout
 
 
+@deep
+def test_bits_are_compared():
+    done = ran("bits", "--quick")
+    assert done.returncode == 0, done.stderr + done.stdout
+    promised = [x for x in done.stdout.splitlines() if x.startswith("  invariant: ")]
+    assert len(promised) == 11
+    assert all(line.endswith(": equal") for line in promised)
+    assert "tiles of 16 rows against 64: " in done.stdout
+
+
 @pytest.mark.parametrize(
     "name", ["attention", *deeply(*(name for name in MAINS if name != "attention"))]
 )

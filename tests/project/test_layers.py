@@ -91,6 +91,7 @@ CORE = (  # of the folder, likewise
     "lists",
     "positions",
     "flash2",
+    "parts",
     "pointwise",
     "scores",
     "dropout",

@@ -68,6 +68,10 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     why_not = _unsupported(call)
     if why_not is not None:
         return Declined(why_not)
+    if call.is_invariant and pass_ == "forward":
+        return Declined(
+            "Config(invariant=True): which sums a tile makes depends on its other rows"
+        )
     if call.is_quantised:
         return fp8_plan.plan(call, pass_)
     return {
