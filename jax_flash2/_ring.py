@@ -5,6 +5,11 @@ queries make of them (`flash2.merge`). The backward needs no more of other round
 the output, the log-sum-exp and their cotangents: with those, what one call makes of
 some keys is their share of the gradients. All sums are float32, or wider.
 
+In forward mode keys and their tangents travel together, and JAX pushes tangents through
+each round and the merge. So it does through gradients, for which each round then has an
+output of its own (`_pulled_by_rounds`): the backward above takes output and log-sum-exp
+as they are, though they depend on the operands.
+
 The backward goes the other way round, from the keys that the forward had last, those of
 device r - 1, which it keeps: in round i a device has the keys of r - 1 - i, and in the
 last round its own. dk and dv follow their keys one round later, and so are at home when
