@@ -371,7 +371,7 @@ def _change(ring: _Ring, primals, tangents):
     results, pair = _forward(ring, arrays, rank)
     saved = _vjp.to_save(*results[:2])
     # Under the name of the output, with which they are saved.
-    pair = (checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair)
+    pair = [checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair]
     places = [
         i
         for i, x in enumerate(along)
