@@ -336,7 +336,7 @@ def _pulled(moved: _Moved, known, cotangents):
     count = len(moved.ring.problem.axes)
     arrays, (rank, *pair), saved = known[:count], known[count:-2], known[-2:]
     gradients = iter(_backward(moved.ring, arrays, rank, pair, *saved, *cotangents))
-    found = [next(gradients) if is_differentiable(x) else None for x in arrays]
+    found = {i: next(gradients) for i, x in enumerate(arrays) if is_differentiable(x)}
     return [found[i].astype(arrays[i].dtype) for i in moved.places]
 
 
