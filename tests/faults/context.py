@@ -32,9 +32,9 @@ MUTANTS = [
             derivative("jvp_of_grad"),
         ),
         (
-            "what is known of a ring's tangent mapped as it lies first",
+            "nothing that is known of a ring's tangent mapped",
             "own = _Map(tuple(dims[:count]),",
-            "own = _Map(tuple(None if x is None else 0 for x in dims[:count]),",
+            "own = _Map(tuple(None for _ in dims[:count]),",
             derivative("vmap_of_jvp"),
         ),
         (
