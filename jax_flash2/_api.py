@@ -320,8 +320,7 @@ def attention(
     serves it; tangents of gradients and of tangents run as "xla". The output is linear
     in value, and may be transposed by it (`jax.linear_transpose`, gradients through
     iterative solvers). Third derivatives require forward mode on top of second
-    derivatives, or "reference". A ring (`Context.method`) has first derivatives alone,
-    in reverse mode.
+    derivatives, or "reference". With `context` all of this holds, too.
 
     Example:
       >>> import jax, jax.numpy as jnp

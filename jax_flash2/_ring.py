@@ -5,6 +5,11 @@ queries make of them (`flash2.merge`). The backward needs no more of other round
 the output, the log-sum-exp and their cotangents: with those, what one call makes of
 some keys is their share of the gradients. All sums are float32, or wider.
 
+In forward mode keys and their tangents travel together, and JAX pushes tangents through
+each round and the merge. So it does through gradients, for which each round then has an
+output of its own (`_pulled_by_rounds`): the backward above takes output and log-sum-exp
+as they are, though they depend on the operands.
+
 The backward goes the other way round, from the keys that the forward had last, those of
 device r - 1, which it keeps: in round i a device has the keys of r - 1 - i, and in the
 last round its own. dk and dv follow their keys one round later, and so are at home when
@@ -21,14 +26,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_flash2 import _backends, _vjp
+from jax_flash2._linear import Linear
 from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from jax_flash2._rows import RowSharding
 from pallas_kernels import passes
@@ -228,16 +236,12 @@ def _merged(axes: list[Axes], *parts, sink: Named | None = None):
     return Named(o, (*rows, "d")).to(of_o), Named(lse, rows).to(of_lse), *largest
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...]:
     """Gradients of the operands that are differentiable, in order.
 
     Args:
       pair: keys and values of the forward's last round.
       results: o and lse, and their cotangents.
-
-    A `custom_vjp` so that nobody differentiates it: o and lse are taken as they are,
-    though they depend on the operands.
     """
     parts, shift = ring.sharding.parts, ring.sharding.shifted
     # Else XLA makes one of the forward's permutations and those here, and all keys
@@ -293,40 +297,91 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
     return tuple(found[name] for name in ring.problem.places if name in found)
 
 
-def _no_second_derivative(*_):
-    raise NotImplementedError(
-        "attention with Context(method='ring') has no second derivatives: pass "
-        "Context(method='gather') or Context(method='heads')"
-    )
+class _Moved(NamedTuple):
+    """A ring whose operands have tangents, or get gradients.
+
+    Attributes:
+      ring: the ring.
+      places: of those operands.
+    """
+
+    ring: _Ring
+    places: tuple[int, ...]
+
+    def points(self, known) -> list[jax.Array]:
+        """Those operands, of what is known (`_change`)."""
+        return [known[i] for i in self.places]
+
+    def results(self, known) -> Callable:
+        """Output and log-sum-exp as a function of them: JAX can differentiate it."""
+        problem = self.ring.problem
+        ring = dataclasses.replace(self.ring, problem=problem.differentiated)
+        *arrays, rank = known[: len(problem.axes) + 1]
+
+        def run(*points):
+            given = dict(zip(self.places, points, strict=True))
+            values = tuple(given.get(i, x) for i, x in enumerate(arrays))
+            return _forward(ring, values, rank)[0]
+
+        return run
 
 
-# In forward mode, too, JAX asks for the first of the two.
-_backward.defvjp(_no_second_derivative, _no_second_derivative)
+def _pushed(moved: _Moved, known, along):
+    """Tangents of output and log-sum-exp: those of each round, and of their merge."""
+    return jax.jvp(moved.results(known), moved.points(known), list(along))[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pulled(moved: _Moved, known, cotangents):
+    """Gradients, by the backward's own ring."""
+    count = len(moved.ring.problem.axes)
+    arrays, (rank, *pair), saved = known[:count], known[count:-2], known[-2:]
+    gradients = iter(_backward(moved.ring, arrays, rank, pair, *saved, *cotangents))
+    found = {i: next(gradients) for i, x in enumerate(arrays) if is_differentiable(x)}
+    return [found[i].astype(arrays[i].dtype) for i in moved.places]
+
+
+def _pulled_by_rounds(moved: _Moved, known, cotangents):
+    """The same as JAX finds it, with an output and a log-sum-exp for each round.
+
+    Those of all rounds, which `_pulled` takes as they are, depend on the operands. Here
+    they do so in JAX's eyes, too. All keys are kept.
+    """
+    return jax.vjp(moved.results(known), *moved.points(known))[1](tuple(cotangents))
+
+
+_TANGENT = Linear("flash2_ring_tangent", _pushed, lambda _, x, __: x[-2:], _pushed)
+_GRADIENT = Linear(
+    "flash2_ring_gradient",
+    _pulled,
+    lambda moved, x, _: moved.points(x),
+    _pulled_by_rounds,
+)
+_TANGENT.transpose, _GRADIENT.transpose = _GRADIENT, _TANGENT
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _ring(ring: _Ring, arrays, rank) -> tuple[jax.Array, ...]:
     return _forward(ring, arrays, rank)[0]
 
 
-def _ring_forward(ring: _Ring, arrays, rank):
+@functools.partial(_ring.defjvp, symbolic_zeros=True)
+def _change(ring: _Ring, primals, tangents):
+    """The rule of both modes; what the gradient takes is kept, with names."""
+    (arrays, rank), (along, _) = primals, tangents
     results, pair = _forward(ring, arrays, rank)
     saved = _vjp.to_save(*results[:2])
     # Under the name of the output, with which they are saved.
     pair = [checkpoint_name(x.value, _vjp.OUTPUT_NAME) for x in pair]
-    return (*saved, *results[2:]), (arrays, rank, pair, *saved)
+    places = [
+        i
+        for i, x in enumerate(along)
+        if is_differentiable(arrays[i]) and not isinstance(x, SymbolicZero)
+    ]
+    known = (*arrays, rank, *pair, *saved)
+    found = _TANGENT(_Moved(ring, tuple(places)), known, [along[i] for i in places])
+    others = results[2:]
+    return (*saved, *others), (*found, *map(jnp.zeros_like, others))
 
 
-def _ring_backward(ring: _Ring, saved, cotangents):
-    arrays, *rest = saved
-    gradients = iter(_backward(ring, arrays, *rest, *cotangents[:2]))
-    of_arrays = tuple(
-        next(gradients).astype(x.dtype) if is_differentiable(x) else None
-        for x in arrays
-    )
-    return of_arrays, None
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
 # Jitted, so that equal calls of a program (the layers of a model) are traced once.
 _run = jax.jit(_ring, static_argnums=0)

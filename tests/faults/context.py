@@ -16,7 +16,49 @@ def one(*words: str) -> str:
     )
 
 
+def derivative(name: str) -> str:
+    """The test of a transformation of two devices' ring."""
+    file = "tests/devices/test_context_derivatives.py"
+    return f"{file} -k 'test_derivatives and {name}-call'"
+
+
 MUTANTS = [
+    *of(
+        "jax_flash2/_linear.py",
+        (
+            "a ring's backward linear in its operands",
+            "if all(isinstance(x, ad.Zero) for x in tangents[:count]):",
+            "if count:",
+            derivative("jvp_of_grad"),
+        ),
+        (
+            "nothing that is known of a ring's tangent mapped",
+            "own = _Map(tuple(dims[:count]),",
+            "own = _Map(tuple(None for _ in dims[:count]),",
+            derivative("vmap_of_jvp"),
+        ),
+        (
+            "only the last map over a ring's tangent",
+            '"maps": (*maps, own)',
+            '"maps": (own,)',
+            derivative("vmap_of_jvp"),
+        ),
+    ),
+    *of(
+        "jax_flash2/_ring.py",
+        (
+            "a derivative of a ring's backward with o and lse as they are",
+            "    _pulled_by_rounds,\n)",
+            "    _pulled,\n)",
+            derivative("jvp_of_grad"),
+        ),
+        (
+            "a tangent for each operand of a ring",
+            " and not isinstance(x, SymbolicZero)",
+            "",
+            derivative("jvp_of_one"),
+        ),
+    ),
     *of(
         "jax_flash2/_rows.py",
         (

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, Config, attention, explain
+from jax_flash2 import Blocks, Config, Context, attention, explain
 from pallas_kernels.device import Gpu
 from pallas_kernels.triton import tuning
 from tests import tolerances
 from tests.cases import BACKENDS, CASES, INTERPRETED, ON_GPU, PAIRWISE, by_name
+from tests.divided import Divided
 from tests.kernels.runners import DTYPES
 from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
 from tests.oracle import OPERANDS
@@ -38,15 +39,15 @@ def _inputs(case, dtype):
     return operands, tangents, arguments
 
 
-def _pushed(operands, tangents, arguments, **options):
+def _pushed(operands, tangents, arguments, call=attention, **options):
     """Output, log-sum-exp and their tangents, as float64 arrays."""
 
     @jax.jit
     def run(operands, tangents):
-        def call(operands):
-            return attention(**operands, **arguments, **options, return_residual=True)
+        def results(operands):
+            return call(**operands, **arguments, **options, return_residual=True)
 
-        return jax.jvp(call, (operands,), (tangents,))
+        return jax.jvp(results, (operands,), (tangents,))
 
     (_, lse), (do, dlse) = run(operands, tangents)
     named = {"lse": lse, "tangent": do, "lse tangent": dlse}
@@ -115,6 +116,14 @@ def test_error_rule(case, dtype, record_property):
 @pytest.mark.parametrize("dtype", deeply("bfloat16", "float16"))
 def test_error_rule_of_two_bytes(dtype, record_property):
     check(PAIRWISE[0], dtype, record_property)
+
+
+@deep
+def test_error_rule_of_a_ring(record_property):
+    """The kernel for the keys of each device, and its tangents merged."""
+    case = dataclasses.replace(by_name("sinks"), t=192, s=192)
+    ring = Divided(Context("x", 32, "ring"), (2,))
+    check(case, "float32", record_property, call=ring)
 
 
 def test_keys_in_parts(record_property):
