@@ -1,0 +1,187 @@
+"""Runs: the operations from one site to the next, which equal layers have alike.
+
+A program that repeats a layer has a run for each, and they differ in their operands
+alone. Each such kind of run is traced, linearized and lowered once, in a `jit` of its
+own. What was traced from jitted functions of `jax.numpy` would otherwise cost more than
+it did in the program, since it is single operations now.
+
+Runs never reach beyond a name scope that has a site inside. So layers that are named
+differ in the names around their runs, not in those inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend.source_info_util import NameStack
+
+from jax_flash2._flashify.digits import Digit
+from jax_flash2._flashify.graph import Call, Node, Value, is_known
+from jax_flash2._flashify.plan import Plan, is_live
+
+
+class Step(NamedTuple):
+    """What is bound at once: a node, a call that stays closed, or the root of a site.
+
+    `names` are its name scopes, with those of the calls around it.
+    """
+
+    item: Node | Call
+    names: NameStack
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """Steps that follow each other.
+
+    Attributes:
+      names: the scopes around all of it.
+      key: equal in runs that are the same function of their inputs, and have the same
+        lines and the same names inside. None if it must not become a `jit`.
+      inputs: the arrays that it reads, in the order in which it does.
+      outputs: the values of it that are read later.
+    """
+
+    steps: list[Step]
+    names: NameStack = dataclasses.field(default_factory=NameStack)
+    key: Any = None
+    inputs: list[Value] = dataclasses.field(default_factory=list)
+    outputs: list[Value] = dataclasses.field(default_factory=list)
+
+
+def runs_of(plan: Plan) -> list[Run]:
+    """All that runs of a plan, in order."""
+    runs = list(_cut(plan, list(_steps(plan, plan.graph.items, NameStack()))))
+    later = set(plan.graph.outputs)
+    for run in reversed(runs):
+        made = [x for step in run.steps for x in step.item.outputs]
+        run.outputs = [x for x in dict.fromkeys(made) if x in later]
+        for step in run.steps:
+            later.update(reads(plan, step.item))
+    for run in runs:
+        if not _stays_alone(plan, run.steps[0].item):
+            run.key = _key(plan, run)
+    return runs
+
+
+def reads(plan: Plan, item: Node | Call) -> list[Value]:
+    """The values that a step takes."""
+    if item in plan.sites:
+        return [x.value for x in plan.sites[item].operands()]
+    inner = plan.inner.get(item, ("", ()))[1]
+    return [*item.inputs, *(x for own in inner for x in own.captured)]
+
+
+def _steps(plan: Plan, items: list[Node | Call], names: NameStack) -> Iterator[Step]:
+    """What is live, with calls that are opened replaced by what they have inside."""
+    for item in items:
+        own = names + item.equation.source_info.name_stack
+        if isinstance(item, Node):
+            if item in plan.live:
+                yield Step(item, own)
+        elif item in plan.opened:
+            yield from _steps(plan, item.items, own)
+        elif is_live(plan, item):
+            yield Step(item, own)
+
+
+def _cut(plan: Plan, steps: list[Step]) -> Iterator[Run]:
+    run = None
+    for step, names in zip(steps, _scopes(plan, steps), strict=True):
+        is_alone = _stays_alone(plan, step.item)
+        if run is not None and (is_alone or run.names != names):
+            yield run
+            run = None
+        if run is None:
+            run = Run([], names)
+        run.steps.append(step)
+        if is_alone or step.item in plan.sites:
+            yield run
+            run = None
+    if run is not None:
+        yield run
+
+
+def _stays_alone(plan: Plan, item: Node | Call) -> bool:
+    """Whether it has sites inside, side effects, or something else than arrays."""
+    if item in plan.inner or item.equation.effects:
+        return True
+    atoms = (*item.equation.invars, *item.equation.outvars)
+    return not all(isinstance(x.aval, jax.core.ShapedArray) for x in atoms)
+
+
+def _scopes(plan: Plan, steps: list[Step]) -> list[NameStack]:
+    """For each step, the innermost scope that the site before or after is in, too."""
+
+    def depths(steps: list[Step]) -> list[int]:
+        found, last = [], ()
+        for step in steps:
+            own = step.names.stack
+            same = (a == b for a, b in zip(own, last, strict=False))
+            found.append(next((i for i, x in enumerate(same) if not x), None))
+            if found[-1] is None:
+                found[-1] = min(len(own), len(last))
+            last = own if step.item in plan.sites else last
+        return found
+
+    both = zip(depths(steps), reversed(depths(steps[::-1])), strict=True)
+    return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
+
+
+def _key(plan: Plan, run: Run) -> Any:
+    """The key of a run, whose inputs it finds."""
+    numbers: dict[Value, int] = {}
+
+    def number(value: Value) -> Any:
+        if value in numbers:
+            return numbers[value]
+        if _is_literal(value):
+            return value.aval, np.asarray(value.constant).tobytes()
+        run.inputs.append(value)
+        numbers[value] = len(numbers)
+        return numbers[value], value.aval
+
+    depth, tokens = len(run.names.stack), []
+    for item, names in run.steps:
+        equation = item.equation
+        if item in plan.sites:
+            what = _numbered(plan.sites[item], number), item.outputs[0].aval
+        else:
+            inputs = tuple(map(number, item.inputs))
+            params = tuple(equation.params.items())
+            what = equation.primitive, params, equation.ctx, inputs
+        tokens.append((what, equation.source_info.traceback, names.stack[depth:]))
+        for x in item.outputs:
+            numbers.setdefault(x, len(numbers))
+    key = (*tokens, *(numbers[x] for x in run.outputs))
+    try:
+        hash(key)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return key
+
+
+def _is_literal(value: Value) -> bool:
+    x = value.constant
+    return is_known(value) and not value.shape and not isinstance(x, jax.Array)
+
+
+# Of a site, where it stands in the program.
+_PLACES = ("root", "product", "weights")
+
+
+def _numbered(x: Any, number: Callable[[Value], Any]) -> Any:
+    """A record with numbers instead of values."""
+    if isinstance(x, Value):
+        return number(x)
+    if isinstance(x, tuple) and not isinstance(x, Digit):
+        return tuple(_numbered(y, number) for y in x)
+    if dataclasses.is_dataclass(x):
+        names = (y.name for y in dataclasses.fields(x) if y.name not in _PLACES)
+        return type(x), *(_numbered(getattr(x, y), number) for y in names)
+    return x
