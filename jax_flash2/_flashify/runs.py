@@ -12,7 +12,7 @@ differ in the names around their runs, not in those inside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,8 @@ class Run:
     """
 
     steps: list[Step]
-    names: NameStack = dataclasses.field(default_factory=NameStack)
+    names: NameStack
+    is_alone: bool
     key: Any = None
     inputs: list[Value] = dataclasses.field(default_factory=list)
     outputs: list[Value] = dataclasses.field(default_factory=list)
@@ -56,7 +57,7 @@ class Run:
 
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
-    runs = list(_cut(plan, list(_steps(plan, plan.graph.items, NameStack()))))
+    runs = _cut(plan, list(_steps(plan, plan.graph.items, NameStack())))
     later = set(plan.graph.outputs)
     for run in reversed(runs):
         made = [x for step in run.steps for x in step.item.outputs]
@@ -64,7 +65,7 @@ def runs_of(plan: Plan) -> list[Run]:
         for step in run.steps:
             later.update(reads(plan, step.item))
     for run in runs:
-        if not _stays_alone(plan, run.steps[0].item):
+        if not run.is_alone:
             run.key = _key(plan, run)
     return runs
 
@@ -80,7 +81,8 @@ def reads(plan: Plan, item: Node | Call) -> list[Value]:
 def _steps(plan: Plan, items: list[Node | Call], names: NameStack) -> Iterator[Step]:
     """What is live, with calls that are opened replaced by what they have inside."""
     for item in items:
-        own = names + item.equation.source_info.name_stack
+        own = item.equation.source_info.name_stack
+        own = names + own if names.stack else own
         if isinstance(item, Node):
             if item in plan.live:
                 yield Step(item, own)
@@ -90,47 +92,59 @@ def _steps(plan: Plan, items: list[Node | Call], names: NameStack) -> Iterator[S
             yield Step(item, own)
 
 
-def _cut(plan: Plan, steps: list[Step]) -> Iterator[Run]:
-    run = None
+def _cut(plan: Plan, steps: list[Step]) -> list[Run]:
+    """Runs of one scope, with one site at most."""
+    runs: list[Run] = []
+    has_site = False
     for step, names in zip(steps, _scopes(plan, steps), strict=True):
+        is_site = step.item in plan.sites
         is_alone = _stays_alone(plan, step.item)
-        if run is not None and (is_alone or run.names != names):
-            yield run
-            run = None
-        if run is None:
-            run = Run([], names)
-        run.steps.append(step)
-        if is_alone or step.item in plan.sites:
-            yield run
-            run = None
-    if run is not None:
-        yield run
+        last = runs[-1] if runs else None
+        if (
+            last is None
+            or is_alone
+            or last.is_alone
+            or (is_site and has_site)
+            or last.names != names
+        ):
+            runs.append(Run([], names, is_alone))
+            has_site = False
+        runs[-1].steps.append(step)
+        has_site |= is_site
+    return runs
 
 
 def _stays_alone(plan: Plan, item: Node | Call) -> bool:
-    """Whether it has sites inside, side effects, or something else than arrays."""
+    """Whether it has sites inside, side effects, or gives something else than arrays."""
     if item in plan.inner or item.equation.effects:
         return True
-    atoms = (*item.equation.invars, *item.equation.outvars)
-    return not all(isinstance(x.aval, jax.core.ShapedArray) for x in atoms)
+    made = item.equation.outvars
+    return not all(isinstance(x.aval, jax.core.ShapedArray) for x in made)
 
 
 def _scopes(plan: Plan, steps: list[Step]) -> list[NameStack]:
     """For each step, the innermost scope that the site before or after is in, too."""
 
-    def depths(steps: list[Step]) -> list[int]:
-        found, last = [], ()
-        for step in steps:
-            own = step.names.stack
-            same = (a == b for a, b in zip(own, last, strict=False))
-            found.append(next((i for i, x in enumerate(same) if not x), None))
-            if found[-1] is None:
-                found[-1] = min(len(own), len(last))
-            last = own if step.item in plan.sites else last
+    def depths(steps: Iterable[Step]) -> list[int]:
+        found, site = [], ()
+        for item, names in steps:
+            own = names.stack
+            site = own if item in plan.sites else site
+            found.append(_in_common(own, site) if own and site else 0)
         return found
 
-    both = zip(depths(steps), reversed(depths(steps[::-1])), strict=True)
+    both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
     return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
+
+
+def _in_common(left: tuple, right: tuple) -> int:
+    """How many elements both begin with."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def _key(plan: Plan, run: Run) -> Any:
