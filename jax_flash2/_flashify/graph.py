@@ -31,13 +31,15 @@ class Value:
       constant: the array itself, of a literal or of what the function closed over.
       outer: of an input of an inner graph that is a value of the graph around it in
         every round, that value; else None.
+      users: the nodes that take it, and None for the results of a graph.
     """
 
-    __slots__ = ("aval", "constant", "index", "node", "outer")
+    __slots__ = ("aval", "constant", "index", "node", "outer", "users")
 
     def __init__(self, aval, node=None, index=0, constant=None, outer=None):
         self.aval, self.node, self.index = aval, node, index
         self.constant, self.outer = constant, outer
+        self.users: list[Node | None] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,9 +63,8 @@ class Node:
     outputs: list[Value] = dataclasses.field(default_factory=list)
     inner: dict[str, tuple[Graph, ...]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        return self.equation.primitive.name
+    def __post_init__(self):
+        self.name: str = self.equation.primitive.name
 
     @property
     def params(self) -> dict:
@@ -88,8 +89,13 @@ class Graph:
     outputs: list[Value]
     items: list[Node | Call]
 
-    def nodes(self) -> Iterator[Node]:
-        return nodes_of(self.items)
+    def __post_init__(self):
+        self.nodes = list(nodes_of(self.items))
+        for node in self.nodes:
+            for x in node.inputs:
+                x.users.append(node)
+        for x in self.outputs:
+            x.users.append(None)
 
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:

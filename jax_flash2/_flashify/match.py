@@ -51,7 +51,7 @@ class Matcher(ScoreRules):
 
     def run(self) -> None:
         facts = self.facts
-        nodes = list(self._graph.nodes())
+        nodes = self._graph.nodes
         products = _before_exponentials(nodes)
         if not products:
             return

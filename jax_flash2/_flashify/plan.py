@@ -61,18 +61,17 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     """The plan of a graph and of those inside of it."""
     matcher = Matcher(graph, meanings)
     matcher.run()
-    users = _users(graph) if matcher.found else {}
     sites: dict[Node, Site] = {}
     left = [
         Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
     ]
     for found in matcher.found:
         try:
-            sites[found.root] = site_of(found, _narrowed(found.root, users))
+            sites[found.root] = site_of(found, _narrowed(found.root))
         except Lost as why:
             left.append(Left(found.root, found.fact.product.node, str(why)))
     inner, every = {}, []
-    for node in graph.nodes():
+    for node in graph.nodes:
         plans = [
             (name, tuple(plan_of(x, meanings) for x in graphs))
             for name, graphs in node.inner.items()
@@ -87,21 +86,11 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     return plan
 
 
-def _users(graph: Graph) -> dict[Value, list[Node | None]]:
-    found: dict[Value, list[Node | None]] = {}
-    for node in graph.nodes():
-        for x in node.inputs:
-            found.setdefault(x, []).append(node)
-    for x in graph.outputs:
-        found.setdefault(x, []).append(None)
-    return found
-
-
-def _narrowed(root: Node, users: dict[Value, list[Node | None]]):
+def _narrowed(root: Node):
     """The 16-bit type that all users of a result convert it to, or None."""
     dtypes, todo = set(), [root.outputs[0]]
     while todo:
-        for user in users.get(todo.pop(), []):
+        for user in todo.pop().users:
             if user is None:
                 return None
             if user.name in ("transpose", "reshape"):
@@ -137,7 +126,7 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     """The nodes that results and side effects need, and all values that are read."""
     needed = set(plan.graph.outputs)
     live = set()
-    for node in reversed(list(plan.graph.nodes())):
+    for node in reversed(plan.graph.nodes):
         if not node.equation.effects and not any(x in needed for x in node.outputs):
             continue
         live.add(node)
@@ -152,8 +141,8 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
 
 def _finish(plan: Plan, needed: set[Value]) -> None:
     graph = plan.graph
-    own = {*graph.inputs, *(x for node in graph.nodes() for x in node.outputs)}
-    others = (x for x in needed if x not in own and x.constant is None)
+    own = {*graph.inputs, *graph.nodes}
+    others = (x for x in needed if x.constant is None and (x.node or x) not in own)
     plan.captured = list(dict.fromkeys(others))
     read = {x.value for root in plan.sites for x in plan.sites[root].operands()}
     read |= {
