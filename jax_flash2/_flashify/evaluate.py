@@ -23,25 +23,25 @@ def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list
     env: dict[Value, Any] = dict(zip(plan.captured, captured, strict=True))
     env.update(zip(plan.graph.inputs, inputs, strict=True))
     runs = runs_of(plan)
-    counts = collections.Counter(x.key for x in runs)
-    functions: dict[Any, Callable] = {}
+    counts = collections.Counter(x.kind for x in runs)
+    functions: dict[int, Callable] = {}
     for own in runs:
         args = [_read(env, x) for x in own.inputs]
         is_traced = any(isinstance(x, jax.core.Tracer) for x in args)
-        if own.key is None or counts[own.key] == 1 or not is_traced:
+        if own.kind is None or counts[own.kind] == 1 or not is_traced:
             _run(plan, own.steps, 0, env)
             continue
-        if own.key not in functions:
-            functions[own.key] = _function(plan, own)
+        if own.kind not in functions:
+            functions[own.kind] = _function(plan, own)
         traceback = own.steps[0].item.equation.source_info.traceback
         with _place(traceback, own.names):
-            found = functions[own.key](*args)
+            found = functions[own.kind](*args)
         env.update(zip(own.outputs, found, strict=True))
     return [_read(env, x) for x in plan.graph.outputs]
 
 
 def _function(plan: Plan, own: Run) -> Callable:
-    """A run as a function, for all that have its key."""
+    """A run as a function, for all of its kind."""
 
     def flashify(*args):
         env = dict(zip(own.inputs, args, strict=True))

@@ -31,15 +31,13 @@ class Value:
       constant: the array itself, of a literal or of what the function closed over.
       outer: of an input of an inner graph that is a value of the graph around it in
         every round, that value; else None.
-      users: the nodes that take it, and None for the results of a graph.
     """
 
-    __slots__ = ("aval", "constant", "index", "node", "outer", "users")
+    __slots__ = ("aval", "constant", "index", "node", "outer")
 
     def __init__(self, aval, node=None, index=0, constant=None, outer=None):
         self.aval, self.node, self.index = aval, node, index
         self.constant, self.outer = constant, outer
-        self.users: list[Node | None] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,8 +58,8 @@ class Node:
 
     equation: Any
     inputs: list[Value]
+    inner: dict[str, tuple[Graph, ...]]
     outputs: list[Value] = dataclasses.field(default_factory=list)
-    inner: dict[str, tuple[Graph, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.name: str = self.equation.primitive.name
@@ -91,11 +89,6 @@ class Graph:
 
     def __post_init__(self):
         self.nodes = list(nodes_of(self.items))
-        for node in self.nodes:
-            for x in node.inputs:
-                x.users.append(node)
-        for x in self.outputs:
-            x.users.append(None)
 
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
@@ -148,7 +141,7 @@ def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
             inner, outputs = _walked(body, own)
             items.append(Call(equation, own, outputs, inner))
         else:
-            node = Node(equation, own, inner=_inner(equation, own))
+            node = Node(equation, own, _inner(equation, own))
             outputs = [Value(x.aval, node, i) for i, x in enumerate(equation.outvars)]
             node.outputs = outputs
             items.append(node)
@@ -196,7 +189,10 @@ def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
         own = inputs[first : first + count]
         padded = _padded(own, len(inputs) - first)
         return {"body_jaxpr": (graph_of(params["body_jaxpr"], padded),)}
-    return {}
+    return _NO_GRAPHS
+
+
+_NO_GRAPHS: dict[str, tuple[Graph, ...]] = {}
 
 
 def _padded(own: list[Value], count: int) -> list[Value | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -65,9 +66,10 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     left = [
         Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
     ]
+    narrowed = _narrowed(graph, [x.root for x in matcher.found])
     for found in matcher.found:
         try:
-            sites[found.root] = site_of(found, _narrowed(found.root))
+            sites[found.root] = site_of(found, narrowed.get(found.root))
         except Lost as why:
             left.append(Left(found.root, found.fact.product.node, str(why)))
     inner, every = {}, []
@@ -86,21 +88,25 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     return plan
 
 
-def _narrowed(root: Node):
-    """The 16-bit type that all users of a result convert it to, or None."""
-    dtypes, todo = set(), [root.outputs[0]]
-    while todo:
-        for user in todo.pop().users:
-            if user is None:
-                return None
-            if user.name in ("transpose", "reshape"):
-                todo += user.outputs
-            elif user.name == "convert_element_type":
-                dtypes.add(user.outputs[0].aval.dtype)
+def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
+    """The 16-bit types that all users of a result convert it to, of roots with one."""
+    own = {x.outputs[0]: x for x in roots}  # results, and the same moved
+    dtypes: dict[Node, set] = {x: set() for x in roots}
+    for node in graph.nodes if roots else ():
+        for x in node.inputs:
+            if x not in own:
+                continue
+            if node.name in ("transpose", "reshape"):
+                own[node.outputs[0]] = own[x]
+            elif node.name == "convert_element_type":
+                dtypes[own[x]].add(node.outputs[0].aval.dtype)
             else:
-                return None
+                dtypes[own[x]].add(None)
+    for x in graph.outputs:
+        if x in own:
+            dtypes[own[x]].add(None)
     narrow = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= narrow else None
+    return {k: [*x][0] for k, x in dtypes.items() if len(x) == 1 and x <= narrow}
 
 
 def _kept_sites(plan: Plan) -> set[Value]:

@@ -41,8 +41,9 @@ class Run:
 
     Attributes:
       names: the scopes around all of it.
-      key: equal in runs that are the same function of their inputs, and have the same
-        lines and the same names inside. None if it must not become a `jit`.
+      is_alone: whether it is one step that must not be inside a `jit` of ours.
+      kind: the same for runs that are the same function of their inputs, with the same
+        lines, and the same names inside; or None.
       inputs: the arrays that it reads, in the order in which it does.
       outputs: the values of it that are read later.
     """
@@ -50,7 +51,7 @@ class Run:
     steps: list[Step]
     names: NameStack
     is_alone: bool
-    key: Any = None
+    kind: int | None = None
     inputs: list[Value] = dataclasses.field(default_factory=list)
     outputs: list[Value] = dataclasses.field(default_factory=list)
 
@@ -64,9 +65,11 @@ def runs_of(plan: Plan) -> list[Run]:
         run.outputs = [x for x in dict.fromkeys(made) if x in later]
         for step in run.steps:
             later.update(reads(plan, step.item))
+    kinds: dict[Any, int] = {}
     for run in runs:
         if not run.is_alone:
-            run.key = _key(plan, run)
+            key = _key(plan, run)
+            run.kind = key and kinds.setdefault(key, len(kinds))
     return runs
 
 
