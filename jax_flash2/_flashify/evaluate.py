@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from jax_flash2._flashify import rewrite
 from jax_flash2._flashify.graph import Call, Node, Value
 from jax_flash2._flashify.plan import Plan
-from jax_flash2._flashify.runs import Run, Step, runs_of
+from jax_flash2._flashify.runs import Names, Run, Step, runs_of
 
 
 def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list[Any]:
@@ -45,7 +45,7 @@ def _function(plan: Plan, own: Run) -> Callable:
 
     def flashify(*args):
         env = dict(zip(own.inputs, args, strict=True))
-        _run(plan, own.steps, len(own.names.stack), env)
+        _run(plan, own.steps, len(own.names), env)
         return [env[x] for x in own.outputs]
 
     return jax.jit(flashify)
@@ -76,9 +76,10 @@ def _results(plan: Plan, item: Node | Call, read: Callable) -> list[Any]:
     return _with_inner(item, name, plans, args, read)
 
 
-def _place(traceback: Any, names: source_info_util.NameStack):
+def _place(traceback: Any, names: Names):
     """Source lines and names of the program, for what is done in its place."""
-    stack = source_info_util.current_name_stack() + names
+    own = source_info_util.NameStack(names)
+    stack = source_info_util.current_name_stack() + own
     return source_info_util.user_context(traceback, name_stack=stack)
 
 

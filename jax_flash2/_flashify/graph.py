@@ -18,7 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 _JAX = str(Path(jax.__file__).parent / "_src")
-_REMAT = ("remat", "remat2", "checkpoint")
+_JIT = ("jit", "pjit")
+_WITH_JAXPR = ("remat", "remat2", "checkpoint", *_JIT)
 
 
 class Value:
@@ -152,7 +153,7 @@ def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
 def _called(equation) -> Any | None:
     """The body of a call that may run in line: the same function, and derivatives."""
     name, params = equation.primitive.name, equation.params
-    if name in ("jit", "pjit"):
+    if name in _JIT:
         named = [*params["in_shardings"], *params["out_shardings"]]
         is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in named)
         return params["jaxpr"] if is_plain else None
@@ -174,7 +175,7 @@ def constants_of_scan(params: dict) -> int:
 
 def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
     name, params = equation.primitive.name, equation.params
-    if name in (*_REMAT, "jit", "pjit"):
+    if name in _WITH_JAXPR:
         return {"jaxpr": (graph_of(params["jaxpr"], inputs),)}
     if name == "shard_map":
         return {"jaxpr": (graph_of(params["jaxpr"]),)}

@@ -73,7 +73,7 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
         except Lost as why:
             left.append(Left(found.root, found.fact.product.node, str(why)))
     inner, every = {}, []
-    for node in graph.nodes:
+    for node in (x for x in graph.nodes if x.inner):
         plans = [
             (name, tuple(plan_of(x, meanings) for x in graphs))
             for name, graphs in node.inner.items()
@@ -133,7 +133,7 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     needed = set(plan.graph.outputs)
     live = set()
     for node in reversed(plan.graph.nodes):
-        if not node.equation.effects and not any(x in needed for x in node.outputs):
+        if not node.equation.effects and needed.isdisjoint(node.outputs):
             continue
         live.add(node)
         if node in plan.sites:
@@ -167,7 +167,7 @@ def _open(plan: Plan, items: list[Node | Call], read: set[Value]) -> bool:
                 found = True
             continue
         has_site = item in plan.sites or item in plan.inner
-        found |= has_site or any(x in read for x in item.outputs)
+        found |= has_site or not read.isdisjoint(item.outputs)
     return found
 
 

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import numpy as np
-from jax.extend.source_info_util import NameStack
 
 from jax_flash2._flashify.digits import Digit
 from jax_flash2._flashify.graph import Call, Node, Value, is_known
 from jax_flash2._flashify.plan import Plan, is_live
+
+
+Names = tuple[Any, ...]  # as in a `NameStack`
 
 
 class Step(NamedTuple):
@@ -32,7 +34,7 @@ class Step(NamedTuple):
     """
 
     item: Node | Call
-    names: NameStack
+    names: Names
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +51,7 @@ class Run:
     """
 
     steps: list[Step]
-    names: NameStack
+    names: Names
     is_alone: bool
     kind: int | None = None
     inputs: list[Value] = dataclasses.field(default_factory=list)
@@ -58,13 +60,13 @@ class Run:
 
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
-    runs = _cut(plan, list(_steps(plan, plan.graph.items, NameStack())))
+    runs = _cut(plan, list(_steps(plan, plan.graph.items, ())))
     later = set(plan.graph.outputs)
     for run in reversed(runs):
-        made = [x for step in run.steps for x in step.item.outputs]
-        run.outputs = [x for x in dict.fromkeys(made) if x in later]
+        made = dict.fromkeys(x for step in run.steps for x in step.item.outputs)
+        run.outputs = [x for x in made if x in later]
         for step in run.steps:
-            later.update(reads(plan, step.item))
+            later.update(_reads(plan, step.item))
     kinds: dict[Any, int] = {}
     for run in runs:
         if not run.is_alone:
@@ -73,19 +75,20 @@ def runs_of(plan: Plan) -> list[Run]:
     return runs
 
 
-def reads(plan: Plan, item: Node | Call) -> list[Value]:
+def _reads(plan: Plan, item: Node | Call) -> list[Value]:
     """The values that a step takes."""
     if item in plan.sites:
         return [x.value for x in plan.sites[item].operands()]
-    inner = plan.inner.get(item, ("", ()))[1]
-    return [*item.inputs, *(x for own in inner for x in own.captured)]
+    if item in plan.inner:
+        captured = [x for own in plan.inner[item][1] for x in own.captured]
+        return [*item.inputs, *captured]
+    return item.inputs
 
 
-def _steps(plan: Plan, items: list[Node | Call], names: NameStack) -> Iterator[Step]:
+def _steps(plan: Plan, items: list[Node | Call], names: Names) -> Iterator[Step]:
     """What is live, with calls that are opened replaced by what they have inside."""
     for item in items:
-        own = item.equation.source_info.name_stack
-        own = names + own if names.stack else own
+        own = names + item.equation.source_info.name_stack.stack
         if isinstance(item, Node):
             if item in plan.live:
                 yield Step(item, own)
@@ -125,22 +128,21 @@ def _stays_alone(plan: Plan, item: Node | Call) -> bool:
     return not all(isinstance(x.aval, jax.core.ShapedArray) for x in made)
 
 
-def _scopes(plan: Plan, steps: list[Step]) -> list[NameStack]:
+def _scopes(plan: Plan, steps: list[Step]) -> list[Names]:
     """For each step, the innermost scope that the site before or after is in, too."""
 
     def depths(steps: Iterable[Step]) -> list[int]:
         found, site = [], ()
         for item, names in steps:
-            own = names.stack
-            site = own if item in plan.sites else site
-            found.append(_in_common(own, site) if own and site else 0)
+            site = names if item in plan.sites else site
+            found.append(_in_common(names, site) if names and site else 0)
         return found
 
     both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
     return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
 
 
-def _in_common(left: tuple, right: tuple) -> int:
+def _in_common(left: Names, right: Names) -> int:
     """How many elements both begin with."""
     count = 0
     for a, b in zip(left, right, strict=False):
@@ -163,7 +165,7 @@ def _key(plan: Plan, run: Run) -> Any:
         numbers[value] = len(numbers)
         return numbers[value], value.aval
 
-    depth, tokens = len(run.names.stack), []
+    depth, tokens = len(run.names), []
     for item, names in run.steps:
         equation = item.equation
         if item in plan.sites:
@@ -172,7 +174,7 @@ def _key(plan: Plan, run: Run) -> Any:
             inputs = tuple(map(number, item.inputs))
             params = tuple(equation.params.items())
             what = equation.primitive, params, equation.ctx, inputs
-        tokens.append((what, equation.source_info.traceback, names.stack[depth:]))
+        tokens.append((what, equation.source_info.traceback, names[depth:]))
         for x in item.outputs:
             numbers.setdefault(x, len(numbers))
     key = (*tokens, *(numbers[x] for x in run.outputs))
