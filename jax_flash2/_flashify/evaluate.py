@@ -52,7 +52,7 @@ def _function(plan: Plan, own: Run) -> Callable:
 
 
 def _read(env: dict, value: Value) -> Any:
-    return env[value] if value in env else value.constant
+    return env.get(value, value.constant)
 
 
 def _run(plan: Plan, steps: Iterable[Step], depth: int, env: dict) -> None:

@@ -138,7 +138,7 @@ class Meanings:
         if node.name == "select_n" and len(node.inputs) == 3:
             which, false, true = map(self.of, node.inputs)
             return selected(which, false, true, value)
-        if node.name == "and" and value.aval.dtype == bool:
+        if node.name == "and" and value.aval.dtype == np.bool_:
             tests = (self.condition(x).tests for x in node.inputs)
             return Condition(tuple(test for own in tests for test in own))
         if node.name in POINTWISE:
@@ -167,7 +167,7 @@ def _truths(found: Choice) -> tuple[bool, bool]:
 
 def _itself(value: Value) -> Meaning:
     """Of what is not seen through."""
-    if value.aval.dtype == bool:
+    if value.aval.dtype == np.bool_:
         return _holds(value, True)
     return _data(value)
 

@@ -106,7 +106,7 @@ def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
         if x in own:
             dtypes[own[x]].add(None)
     narrow = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
-    return {k: [*x][0] for k, x in dtypes.items() if len(x) == 1 and x <= narrow}
+    return {k: next(iter(x)) for k, x in dtypes.items() if len(x) == 1 and x <= narrow}
 
 
 def _kept_sites(plan: Plan) -> set[Value]:

@@ -135,7 +135,7 @@ def _window(left: int | None, right: int | None) -> dict[str, Any]:
 
 def _kept(dense: Dense, axes: Axes, read: Read) -> jax.Array:
     array = _spread(dense.operand, axes.pairs, read)
-    if array.dtype == bool:
+    if array.dtype == jnp.bool_:
         return array if dense.number == 0 else ~array
     return array != jnp.asarray(dense.number, array.dtype)
 

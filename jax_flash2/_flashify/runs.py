@@ -23,7 +23,6 @@ from jax_flash2._flashify.digits import Digit
 from jax_flash2._flashify.graph import Call, Node, Value, is_known
 from jax_flash2._flashify.plan import Plan, is_live
 
-
 Names = tuple[Any, ...]  # as in a `NameStack`
 
 
@@ -121,7 +120,7 @@ def _cut(plan: Plan, steps: list[Step]) -> list[Run]:
 
 
 def _stays_alone(plan: Plan, item: Node | Call) -> bool:
-    """Whether it has sites inside, side effects, or gives something else than arrays."""
+    """Whether it has sites inside, side effects, or results that are no arrays."""
     if item in plan.inner or item.equation.effects:
         return True
     made = item.equation.outvars

@@ -139,14 +139,14 @@ MUTANTS = [
         FOLDER + "meaning.py",
         (
             "positions never wrap",
-            "POSITIONS.get(value.aval.dtype.name, 0)",
+            "POSITIONS.get(value.aval.dtype, 0)",
             "2**99",
             TESTS.format("positions_that_wrap"),
         ),
         (
             "a type has all positions",
-            "POSITIONS.get(value.aval.dtype.name, 0)",
-            "(2**99 if value.aval.dtype.name in POSITIONS else 0)",
+            "POSITIONS.get(value.aval.dtype, 0)",
+            "(2**99 if value.aval.dtype in POSITIONS else 0)",
             EDGES.format("positions_that"),
         ),
     ),
