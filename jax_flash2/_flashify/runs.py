@@ -44,7 +44,7 @@ class Run:
       names: the scopes around all of it.
       is_alone: whether it is one step that must not be inside a `jit` of ours.
       kind: the same for runs that are the same function of their inputs, with the same
-        lines, and the same names inside; or None.
+        lines, and the same names inside; None of what is alone.
       inputs: the arrays that it reads, in the order in which it does.
       outputs: the values of it that are read later.
     """
@@ -69,8 +69,7 @@ def runs_of(plan: Plan) -> list[Run]:
     kinds: dict[Any, int] = {}
     for run in runs:
         if not run.is_alone:
-            key = _key(plan, run)
-            run.kind = key and kinds.setdefault(key, len(kinds))
+            run.kind = kinds.setdefault(_key(plan, run), len(kinds))
     return runs
 
 
@@ -176,12 +175,7 @@ def _key(plan: Plan, run: Run) -> Any:
         tokens.append((what, equation.source_info.traceback, names[depth:]))
         for x in item.outputs:
             numbers.setdefault(x, len(numbers))
-    key = (*tokens, *(numbers[x] for x in run.outputs))
-    try:
-        hash(key)
-    except TypeError:  # a parameter that cannot be compared
-        return None
-    return key
+    return (*tokens, *(numbers[x] for x in run.outputs))
 
 
 def _is_literal(value: Value) -> bool:
