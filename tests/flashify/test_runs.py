@@ -140,10 +140,12 @@ def test_one_layer_has_no_jit_of_ours():
 DIFFERENT = {
     "operation": lambda i: {"extra": (jnp.tanh, jnp.exp)[i % 2]},
     "literal": lambda i: {"extra": lambda y: y * (1.0 + i % 2)},
-    "sign_of_zero": lambda i: {"extra": lambda y: jnp.arctan2((0.0, -0.0)[i % 2], y)},
+    "sign_of_zero": lambda i: {
+        "extra": lambda y: jnp.arctan2((0.0, -0.0)[i], -1.0 - y * y)
+    },
     "parameter": lambda i: {"extra": lambda y: y ** (2 + i % 2)},
     "operand": lambda i: {
-        "extra": lambda y: jnp.sin(y) - y if i % 2 else y - jnp.sin(y)
+        "extra": lambda y: jnp.subtract(*(y, jnp.sin(y))[:: 1 - 2 * i])
     },
     "scale": lambda i: {"scale": 1.0 + i % 2},
     "window": lambda i: {"window": 1 + i % 2},
