@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import numpy as np
 
 from jax_flash2._flashify.digits import Digit
@@ -119,11 +118,8 @@ def _cut(plan: Plan, steps: list[Step]) -> list[Run]:
 
 
 def _stays_alone(plan: Plan, item: Node | Call) -> bool:
-    """Whether it has sites inside, side effects, or results that are no arrays."""
-    if item in plan.inner or item.equation.effects:
-        return True
-    made = item.equation.outvars
-    return not all(isinstance(x.aval, jax.core.ShapedArray) for x in made)
+    """Whether it has sites inside, or effects, as what makes mutable arrays has."""
+    return item in plan.inner or bool(item.equation.effects)
 
 
 def _scopes(plan: Plan, steps: list[Step]) -> list[Names]:
