@@ -5,8 +5,10 @@ Gemma-like one (grouped queries, soft cap, window) and a T5-like one (learnt bia
 of both forms runs in a process of its own, so that its peak memory is its own.
 
     python -m benchmarks.flashify [--rows=2048] [--batch=4] [--layers=8] [--steps=20]
+    python -m benchmarks.flashify --trace [--layers=24] [--steps=12]
 
-It prints JSON lines, then a table.
+It prints JSON lines, then a table. With `--trace` nothing is run: it says how long both
+forms are traced, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -136,6 +138,33 @@ def measured(model: str, is_fast: bool, rows: int, batch: int, layers: int, step
     }
 
 
+def traced(model: str, layers: int, steps: int) -> dict:
+    """Milliseconds of process time to trace a model, alone and by `flashify`.
+
+    Both forms are traced by turns, as new functions to `jax.jit` each time.
+    """
+    parameters = jax.eval_shape(lambda: made_parameters(layers, jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((1, 64, WIDTH), jnp.bfloat16)
+    own = functools.partial(loss, globals()[model])
+    forms = {"before": lambda: own, "after": lambda: flashify(own)}
+    found: dict = {"model": model, "layers": layers, "jax": jax.__version__}
+    for name, transform in {"forward": lambda f: f, "gradient": jax.grad}.items():
+        times: dict[str, list[float]] = {x: [] for x in forms}
+        for _ in range(steps + 1):
+            for form, make in forms.items():
+                function = transform(functools.partial(make()))
+                start = time.process_time()
+                jax.jit(function).trace(parameters, x)
+                times[form].append(1e3 * (time.process_time() - start))
+        for form, all_times in times.items():
+            warm = sorted(all_times[1:])
+            found[f"{name} {form}"] = {
+                "least": warm[0],
+                "median": warm[len(warm) // 2],
+            }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048)
@@ -143,12 +172,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--one", choices=("before", "after"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = (given.rows, given.batch, given.layers, given.steps)
     if given.one:
         (model,) = given.models
         print(json.dumps(measured(model, given.one == "after", *sizes)))
+        return
+    if given.trace:
+        for model in given.models:
+            print(json.dumps(traced(model, given.layers, given.steps)), flush=True)
         return
     names = ("rows", "batch", "layers", "steps")
     options = [f"--{k}={x}" for k, x in zip(names, sizes, strict=True)]

@@ -4,7 +4,8 @@ The stages, in the order in which they run: `graph` (a traced function, with cal
 through), `meaning` (what masks mean), `digits` and `facts` (what a value is of a
 softmax over scores), `match` (rules from operations to facts), `axes`, `masks` and
 `sites` (what one call of `attention` takes), `plan` (which sites are replaced), then
-`rewrite` and `evaluate` (the program with them) and `report`.
+`runs` (what equal layers have alike), `rewrite` and `evaluate` (the program with the
+sites) and `report`.
 """
 
 from jax_flash2._flashify.report import Report, SiteReport

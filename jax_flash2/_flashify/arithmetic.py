@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._flashify.conditions import (
@@ -50,7 +49,12 @@ POINTWISE: dict[str, Callable] = {
     "or": np.logical_or,
 }
 # Types of positions, and up to which number they have all.
-POSITIONS = {"int32": 2**31, "int64": 2**63, "float32": 2**24, "float64": 2**53}
+POSITIONS = {
+    np.dtype(np.int32): 2**31,
+    np.dtype(np.int64): 2**63,
+    np.dtype(np.float32): 2**24,
+    np.dtype(np.float64): 2**53,
+}
 _COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 
 
@@ -59,15 +63,15 @@ def converted(found: Meaning, value: Value) -> Meaning | None:
     if isinstance(found, Number):
         return Number(_cast(found.value, dtype))
     if isinstance(found, Position):
-        return found if dtype.name in POSITIONS else None
+        return found if dtype in POSITIONS else None
     if isinstance(found, Choice):
-        if dtype == jnp.bool_:
+        if dtype == np.bool_:
             return chosen(found.condition, found.true != 0, found.false != 0)
         return dataclasses.replace(
             found, true=_cast(found.true, dtype), false=_cast(found.false, dtype)
         )
     if isinstance(found, Condition):
-        if dtype == jnp.bool_:
+        if dtype == np.bool_:
             return found
         return Choice(found, _cast(True, dtype), _cast(False, dtype))
     return None
@@ -95,7 +99,7 @@ def selected(
     if not isinstance(which, Condition):
         return None
     if isinstance(false, Number) and isinstance(true, Number):
-        if value.aval.dtype == jnp.bool_:
+        if value.aval.dtype == np.bool_:
             return chosen(which, bool(true.value), bool(false.value))
         return Choice(which, true.value, false.value)
     if isinstance(false, Number) and isinstance(true, Condition) and not false.value:
@@ -113,7 +117,7 @@ def selected(
 
 def pointwise(name: str, args: tuple[Meaning, ...], value: Value) -> Meaning | None:
     function, dtype = POINTWISE[name], value.aval.dtype
-    if name in ("and", "or", "not") and dtype != jnp.bool_:
+    if name in ("and", "or", "not") and dtype != np.bool_:
         return None
     numbers = [x.value for x in args if isinstance(x, Number)]
     if len(numbers) == len(args):
@@ -148,7 +152,7 @@ def _of_choice(function: Callable, args: tuple[Meaning, ...], dtype) -> Meaning 
 
     (choice,) = (x for x in args if isinstance(x, Choice))
     true, false = at("true"), at("false")
-    if dtype == jnp.bool_:
+    if dtype == np.bool_:
         return chosen(choice.condition, bool(true), bool(false))
     return Choice(choice.condition, true, false)
 
@@ -182,7 +186,7 @@ def _of_positions(name: str, args, dtype) -> Meaning | None:
         return scaled(a, -1)
     if name in _COMPARISONS and b is not None:
         return _compared(name, a, b)
-    if b is None or a.is_absolute or b.is_absolute or dtype == jnp.bool_:
+    if b is None or a.is_absolute or b.is_absolute or dtype == np.bool_:
         return None
     if name in ("add", "sub"):
         return _sum(a, b, 1 if name == "add" else -1)

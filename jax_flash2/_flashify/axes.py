@@ -47,10 +47,14 @@ class Cuts:
     """Cuts digits so that those of all operands are the same or apart."""
 
     def __init__(self, operands: Iterable[Layout]):
-        self._digits = [x for layout in operands for dim in layout for x in dim]
+        # Where digits begin and end, by their axes.
+        self._places: dict[int, set[int]] = {}
+        for x in {x for layout in operands for dim in layout for x in dim}:
+            ends = x.stride, x.stride * x.size
+            self._places.setdefault(x.axis, set()).update(ends)
 
     def dim(self, dim: Iterable[Digit]) -> Dim:
-        found = refined(dim, self._digits)
+        found = refined(dim, self._places)
         if found is None:
             raise Lost("axes are divided in ways that do not fit together")
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 FREE = -1  # the axis of a digit along which a value is constant
@@ -85,11 +85,8 @@ def without_free(layout: Layout) -> Layout:
     return tuple(tuple(x for x in dim if x.axis != FREE) for dim in layout)
 
 
-def refined(digits: Iterable[Digit], others: Iterable[Digit]) -> Dim | None:
-    """Digits cut wherever one of the others begins or ends; None if none fit."""
-    cuts: dict[int, set[int]] = {}
-    for x in others:
-        cuts.setdefault(x.axis, set()).update((x.stride, x.stride * x.size))
+def refined(digits: Iterable[Digit], cuts: Mapping[int, Iterable[int]]) -> Dim | None:
+    """Digits cut at places of axes, or None if they do not fit."""
     found: list[Digit] = []
     for x in digits:
         if x.axis == FREE:

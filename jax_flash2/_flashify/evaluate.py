@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,58 +14,80 @@ from jax.extend import source_info_util
 
 from jax_flash2._flashify import rewrite
 from jax_flash2._flashify.graph import Call, Node, Value
-from jax_flash2._flashify.plan import Plan, is_live
+from jax_flash2._flashify.plan import Plan
+from jax_flash2._flashify.runs import Names, Run, Step, runs_of
 
 
 def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list[Any]:
     """The results of a graph."""
     env: dict[Value, Any] = dict(zip(plan.captured, captured, strict=True))
     env.update(zip(plan.graph.inputs, inputs, strict=True))
-
-    def read(value: Value) -> Any:
-        return env[value] if value.constant is None else value.constant
-
-    _run(plan, plan.graph.items, env, read)
-    return [read(x) for x in plan.graph.outputs]
-
-
-def _run(plan: Plan, items: Iterable[Node | Call], env: dict, read: Callable) -> None:
-    for item in items:
-        if isinstance(item, Call):
-            if item in plan.opened:
-                _run(plan, item.items, env, read)
-            elif is_live(plan, item):
-                found = _bound(item.equation, [read(x) for x in item.inputs])
-                env.update(zip(item.outputs, found, strict=True))
-        elif item in plan.live:
-            env.update(zip(item.outputs, _results(plan, item, read), strict=True))
+    runs = runs_of(plan)
+    counts = collections.Counter(x.kind for x in runs)
+    functions: dict[int, Callable] = {}
+    for own in runs:
+        args = [_read(env, x) for x in own.inputs]
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in args)
+        if own.kind is None or counts[own.kind] == 1 or not is_traced:
+            _run(plan, own.steps, 0, env)
+            continue
+        if own.kind not in functions:
+            functions[own.kind] = _function(plan, own)
+        traceback = own.steps[0].item.equation.source_info.traceback
+        with _place(traceback, own.names):
+            found = functions[own.kind](*args)
+        env.update(zip(own.outputs, found, strict=True))
+    return [_read(env, x) for x in plan.graph.outputs]
 
 
-def _results(plan: Plan, node: Node, read: Callable) -> list[Any]:
-    if node in plan.sites:
-        with _place(node.equation):
-            return [rewrite.result(plan.sites[node], read)]
-    args = [read(x) for x in node.inputs]
-    if node not in plan.inner:
-        return _bound(node.equation, args)
-    name, plans = plan.inner[node]
-    if node.name == "shard_map":
-        return _sharded(node, plans[0], args)
-    return _with_inner(node, name, plans, args, read)
+def _function(plan: Plan, own: Run) -> Callable:
+    """A run as a function, for all of its kind."""
+
+    def flashify(*args):
+        env = dict(zip(own.inputs, args, strict=True))
+        _run(plan, own.steps, len(own.names), env)
+        return [env[x] for x in own.outputs]
+
+    return jax.jit(flashify)
 
 
-def _place(equation):
-    """Names and source lines of an equation, for what is done in its place."""
-    info = equation.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    return source_info_util.user_context(info.traceback, name_stack=stack)
+def _read(env: dict, value: Value) -> Any:
+    return env.get(value, value.constant)
+
+
+def _run(plan: Plan, steps: Iterable[Step], depth: int, env: dict) -> None:
+    """Binds steps, with their names from a depth on."""
+    read = functools.partial(_read, env)
+    for item, names in steps:
+        with _place(item.equation.source_info.traceback, names[depth:]):
+            found = _results(plan, item, read)
+        env.update(zip(item.outputs, found, strict=True))
+
+
+def _results(plan: Plan, item: Node | Call, read: Callable) -> list[Any]:
+    if item in plan.sites:
+        return [rewrite.result(plan.sites[item], read)]
+    args = [read(x) for x in item.inputs]
+    if item not in plan.inner:
+        return _bound(item.equation, args)
+    name, plans = plan.inner[item]
+    if item.name == "shard_map":
+        return _sharded(item, plans[0], args)
+    return _with_inner(item, name, plans, args, read)
+
+
+def _place(traceback: Any, names: Names):
+    """Source lines and names of the program, for what is done in its place."""
+    own = source_info_util.NameStack(names)
+    stack = source_info_util.current_name_stack() + own
+    return source_info_util.user_context(traceback, name_stack=stack)
 
 
 def _bound(equation, args: list[Any], params: dict | None = None) -> list[Any]:
     """The results of an equation, as JAX evaluates one."""
     primitive = equation.primitive
     own = equation.params if params is None else params
-    with _place(equation), equation.ctx.manager:
+    with equation.ctx.manager:
         out = primitive.bind(*args, **primitive.get_bind_params(own))
     return list(out) if primitive.multiple_results else [out]
 
@@ -81,8 +105,7 @@ def _sharded(node: Node, plan: Plan, args: list[Any]) -> list[Any]:
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
-    with _place(node.equation):
-        return list(mapped(*args))
+    return list(mapped(*args))
 
 
 def _with_inner(node: Node, name: str, plans, args: list[Any], read) -> list[Any]:

@@ -185,7 +185,9 @@ class Fact:
     reason: str = ""
 
     def replace(self, **changes) -> Fact:
-        return dataclasses.replace(self, **changes)
+        found = object.__new__(Fact)  # dataclasses.replace takes ten times as long
+        found.__dict__.update(self.__dict__, **changes)
+        return found
 
     @property
     def is_of_rows(self) -> bool:

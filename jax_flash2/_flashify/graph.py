@@ -18,7 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 _JAX = str(Path(jax.__file__).parent / "_src")
-_REMAT = ("remat", "remat2", "checkpoint")
+_JIT = ("jit", "pjit")
+_WITH_JAXPR = ("remat", "remat2", "checkpoint", *_JIT)
 
 
 class Value:
@@ -58,12 +59,11 @@ class Node:
 
     equation: Any
     inputs: list[Value]
+    inner: dict[str, tuple[Graph, ...]]
     outputs: list[Value] = dataclasses.field(default_factory=list)
-    inner: dict[str, tuple[Graph, ...]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        return self.equation.primitive.name
+    def __post_init__(self):
+        self.name: str = self.equation.primitive.name
 
     @property
     def params(self) -> dict:
@@ -88,8 +88,8 @@ class Graph:
     outputs: list[Value]
     items: list[Node | Call]
 
-    def nodes(self) -> Iterator[Node]:
-        return nodes_of(self.items)
+    def __post_init__(self):
+        self.nodes = list(nodes_of(self.items))
 
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
@@ -142,7 +142,7 @@ def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
             inner, outputs = _walked(body, own)
             items.append(Call(equation, own, outputs, inner))
         else:
-            node = Node(equation, own, inner=_inner(equation, own))
+            node = Node(equation, own, _inner(equation, own))
             outputs = [Value(x.aval, node, i) for i, x in enumerate(equation.outvars)]
             node.outputs = outputs
             items.append(node)
@@ -153,7 +153,7 @@ def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
 def _called(equation) -> Any | None:
     """The body of a call that may run in line: the same function, and derivatives."""
     name, params = equation.primitive.name, equation.params
-    if name in ("jit", "pjit"):
+    if name in _JIT:
         named = [*params["in_shardings"], *params["out_shardings"]]
         is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in named)
         return params["jaxpr"] if is_plain else None
@@ -175,7 +175,7 @@ def constants_of_scan(params: dict) -> int:
 
 def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
     name, params = equation.primitive.name, equation.params
-    if name in (*_REMAT, "jit", "pjit"):
+    if name in _WITH_JAXPR:
         return {"jaxpr": (graph_of(params["jaxpr"], inputs),)}
     if name == "shard_map":
         return {"jaxpr": (graph_of(params["jaxpr"]),)}
@@ -190,7 +190,10 @@ def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
         own = inputs[first : first + count]
         padded = _padded(own, len(inputs) - first)
         return {"body_jaxpr": (graph_of(params["body_jaxpr"], padded),)}
-    return {}
+    return _NO_GRAPHS
+
+
+_NO_GRAPHS: dict[str, tuple[Graph, ...]] = {}
 
 
 def _padded(own: list[Value], count: int) -> list[Value | None]:

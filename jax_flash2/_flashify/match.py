@@ -51,17 +51,17 @@ class Matcher(ScoreRules):
 
     def run(self) -> None:
         facts = self.facts
-        nodes = list(self._graph.nodes())
+        nodes = self._graph.nodes
         products = _before_exponentials(nodes)
         if not products:
             return
         for node in nodes:
+            if facts.keys().isdisjoint(node.inputs) and node not in products:
+                continue
             known = [facts.get(x) for x in node.inputs]
-            is_known = any(x is not None for x in known)
             if node.name == "dot_general":
-                if is_known or node in products:
-                    self._product(node, known, node in products)
-            elif is_known:
+                self._product(node, known, node in products)
+            else:
                 self._step(node, known)
 
     def _step(self, node: Node, known: list[Fact | None]) -> None:

@@ -138,7 +138,7 @@ class Meanings:
         if node.name == "select_n" and len(node.inputs) == 3:
             which, false, true = map(self.of, node.inputs)
             return selected(which, false, true, value)
-        if node.name == "and" and value.aval.dtype == jnp.bool_:
+        if node.name == "and" and value.aval.dtype == np.bool_:
             tests = (self.condition(x).tests for x in node.inputs)
             return Condition(tuple(test for own in tests for test in own))
         if node.name in POINTWISE:
@@ -150,7 +150,7 @@ def _is_exact(found: Position, value: Value) -> bool:
     """Whether the type of an array holds all of its positions."""
     ends = [f * (value.shape[i] - 1) for i, f in found.factors]
     low, high = (found.constant + sum(f(x, 0) for x in ends) for f in (min, max))
-    return max(-low, high) < POSITIONS.get(value.aval.dtype.name, 0)
+    return max(-low, high) < POSITIONS.get(value.aval.dtype, 0)
 
 
 def _data(value: Value) -> Data:
@@ -167,7 +167,7 @@ def _truths(found: Choice) -> tuple[bool, bool]:
 
 def _itself(value: Value) -> Meaning:
     """Of what is not seen through."""
-    if value.aval.dtype == jnp.bool_:
+    if value.aval.dtype == np.bool_:
         return _holds(value, True)
     return _data(value)
 

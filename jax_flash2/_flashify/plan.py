@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -61,18 +62,18 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     """The plan of a graph and of those inside of it."""
     matcher = Matcher(graph, meanings)
     matcher.run()
-    users = _users(graph) if matcher.found else {}
     sites: dict[Node, Site] = {}
     left = [
         Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
     ]
+    narrowed = _narrowed(graph, [x.root for x in matcher.found])
     for found in matcher.found:
         try:
-            sites[found.root] = site_of(found, _narrowed(found.root, users))
+            sites[found.root] = site_of(found, narrowed.get(found.root))
         except Lost as why:
             left.append(Left(found.root, found.fact.product.node, str(why)))
     inner, every = {}, []
-    for node in graph.nodes():
+    for node in (x for x in graph.nodes if x.inner):
         plans = [
             (name, tuple(plan_of(x, meanings) for x in graphs))
             for name, graphs in node.inner.items()
@@ -87,31 +88,25 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     return plan
 
 
-def _users(graph: Graph) -> dict[Value, list[Node | None]]:
-    found: dict[Value, list[Node | None]] = {}
-    for node in graph.nodes():
+def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
+    """The 16-bit types that all users of a result convert it to, of roots with one."""
+    own = {x.outputs[0]: x for x in roots}  # results, and the same moved
+    dtypes: dict[Node, set] = {x: set() for x in roots}
+    for node in graph.nodes if roots else ():
         for x in node.inputs:
-            found.setdefault(x, []).append(node)
-    for x in graph.outputs:
-        found.setdefault(x, []).append(None)
-    return found
-
-
-def _narrowed(root: Node, users: dict[Value, list[Node | None]]):
-    """The 16-bit type that all users of a result convert it to, or None."""
-    dtypes, todo = set(), [root.outputs[0]]
-    while todo:
-        for user in users.get(todo.pop(), []):
-            if user is None:
-                return None
-            if user.name in ("transpose", "reshape"):
-                todo += user.outputs
-            elif user.name == "convert_element_type":
-                dtypes.add(user.outputs[0].aval.dtype)
+            if x not in own:
+                continue
+            if node.name in ("transpose", "reshape"):
+                own[node.outputs[0]] = own[x]
+            elif node.name == "convert_element_type":
+                dtypes[own[x]].add(node.outputs[0].aval.dtype)
             else:
-                return None
+                dtypes[own[x]].add(None)
+    for x in graph.outputs:
+        if x in own:
+            dtypes[own[x]].add(None)
     narrow = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= narrow else None
+    return {k: next(iter(x)) for k, x in dtypes.items() if len(x) == 1 and x <= narrow}
 
 
 def _kept_sites(plan: Plan) -> set[Value]:
@@ -137,8 +132,8 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     """The nodes that results and side effects need, and all values that are read."""
     needed = set(plan.graph.outputs)
     live = set()
-    for node in reversed(list(plan.graph.nodes())):
-        if not node.equation.effects and not any(x in needed for x in node.outputs):
+    for node in reversed(plan.graph.nodes):
+        if not node.equation.effects and needed.isdisjoint(node.outputs):
             continue
         live.add(node)
         if node in plan.sites:
@@ -152,8 +147,8 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
 
 def _finish(plan: Plan, needed: set[Value]) -> None:
     graph = plan.graph
-    own = {*graph.inputs, *(x for node in graph.nodes() for x in node.outputs)}
-    others = (x for x in needed if x not in own and x.constant is None)
+    own = {*graph.inputs, *graph.nodes}
+    others = (x for x in needed if x.constant is None and (x.node or x) not in own)
     plan.captured = list(dict.fromkeys(others))
     read = {x.value for root in plan.sites for x in plan.sites[root].operands()}
     read |= {
@@ -172,7 +167,7 @@ def _open(plan: Plan, items: list[Node | Call], read: set[Value]) -> bool:
                 found = True
             continue
         has_site = item in plan.sites or item in plan.inner
-        found |= has_site or any(x in read for x in item.outputs)
+        found |= has_site or not read.isdisjoint(item.outputs)
     return found
 
 

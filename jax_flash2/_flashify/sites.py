@@ -29,7 +29,7 @@ from jax_flash2._flashify.masks import Masks, read_masks
 from jax_flash2._flashify.match import Found
 
 _MOST_HEAD_SIZE = 512
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+_FLOATS = [*map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +189,11 @@ def _dtype(found: Found, operands: list[Operand], narrowed: Any) -> Any:
     weights = found.weights.aval.dtype
     if len(own) == 1:
         (one,) = own
-        if one in (weights, narrowed) and one.name in _FLOATS:
+        if one in (weights, narrowed) and one in _FLOATS:
             return one
     wide = jnp.result_type(weights, *own)
     wide = jnp.promote_types(wide, jnp.float32) if len(own) > 1 else wide
-    if wide.name not in _FLOATS:
+    if wide not in _FLOATS:
         raise Lost(f"attention of {wide.name}")
     return wide
 

@@ -81,8 +81,9 @@ def flashify(function: Callable[P, R], *, must_find: bool = False) -> Flashified
     condition) leaves each row a key if it masks by -inf, or beside a mask, as does a
     bias beside an added mask for the bias's own gradient.
 
-    Each call traces the function, twice as long as the function alone: put it in
-    `jax.jit`, where that is once for all calls of the same shapes.
+    Each call traces the function, which takes longer than the function alone: put it in
+    `jax.jit`, where that is once for all calls of the same shapes. Equal layers are one
+    `jit` then, called `flashify` in profiles.
 
     Args:
       function: of arrays, in any pytrees. Other arguments (numbers, strings, NumPy

@@ -6,6 +6,7 @@ from tests.faults.kernels import of
 
 TESTS = "tests/flashify/test_flashify.py -k {}"
 EDGES = "tests/flashify/test_edges.py -k {}"
+RUNS = "tests/flashify/test_runs.py -k {}"
 FOLDER = "jax_flash2/_flashify/"
 
 MUTANTS = [
@@ -85,6 +86,84 @@ MUTANTS = [
         ),
     ),
     *of(
+        FOLDER + "runs.py",
+        (
+            "zeros of both signs are one literal",
+            "np.asarray(value.constant).tobytes()",
+            "np.asarray(value.constant).item()",
+            RUNS.format("sign_of_zero"),
+        ),
+        (
+            "equal runs may have any operands",
+            "what = equation.primitive, params, equation.ctx, inputs",
+            "what = equation.primitive, params, equation.ctx",
+            RUNS.format("'different and operand'"),
+        ),
+        (
+            "equal runs may have any parameters",
+            "params = tuple(equation.params.items())",
+            "params = ()",
+            RUNS.format("'different and parameter'"),
+        ),
+        (
+            "equal runs may be on any lines",
+            "tokens.append((what, equation.source_info.traceback, names[depth:]))",
+            "tokens.append((what, names[depth:]))",
+            RUNS.format("in_lines"),
+        ),
+        (
+            "equal runs may have any names inside",
+            "tokens.append((what, equation.source_info.traceback, names[depth:]))",
+            "tokens.append((what, equation.source_info.traceback))",
+            RUNS.format("in_names"),
+        ),
+        (
+            "equal runs may have any results",
+            "return (*tokens, *(numbers[x] for x in run.outputs))",
+            "return tuple(tokens)",
+            RUNS.format("used_later"),
+        ),
+        (
+            "all sites are one call",
+            "names = (y.name for y in dataclasses.fields(x) if y.name not in _PLACES)",
+            "names = (y.name for y in dataclasses.fields(x) if y.name == 'query')",
+            RUNS.format("'different and (scale or window)'"),
+        ),
+        (
+            "a jit returns mutable arrays",
+            "return item in plan.inner or bool(item.equation.effects)",
+            "return item in plan.inner",
+            RUNS.format("mutable"),
+        ),
+        (
+            "a run has any number of sites",
+            "or (is_site and has_site)",
+            "or False",
+            RUNS.format("share_their_runs"),
+        ),
+        (
+            "runs reach beyond the names of layers",
+            "return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]",
+            "return [() for _ in zip(steps, both, strict=True)]",
+            RUNS.format("share_their_runs"),
+        ),
+    ),
+    *of(
+        FOLDER + "evaluate.py",
+        (
+            "each run is a jit",
+            "if own.kind is None or counts[own.kind] == 1 or not is_traced:",
+            "if own.kind is None or not is_traced:",
+            RUNS.format("one_layer"),
+        ),
+        (
+            "names of layers are lost",
+            "with _place(traceback, own.names):",
+            "with _place(traceback, ()):",
+            RUNS.format("in_scopes"),
+        ),
+    ),
+    *of(
         FOLDER + "plan.py",
         (
             "scores may be used elsewhere",
@@ -139,14 +218,14 @@ MUTANTS = [
         FOLDER + "meaning.py",
         (
             "positions never wrap",
-            "POSITIONS.get(value.aval.dtype.name, 0)",
+            "POSITIONS.get(value.aval.dtype, 0)",
             "2**99",
             TESTS.format("positions_that_wrap"),
         ),
         (
             "a type has all positions",
-            "POSITIONS.get(value.aval.dtype.name, 0)",
-            "(2**99 if value.aval.dtype.name in POSITIONS else 0)",
+            "POSITIONS.get(value.aval.dtype, 0)",
+            "(2**99 if value.aval.dtype in POSITIONS else 0)",
             EDGES.format("positions_that"),
         ),
     ),

@@ -33,6 +33,7 @@ FLASHIFY = (  # of `flashify`, in the order of its stages
     "masks",
     "sites",
     "plan",
+    "runs",
     "rewrite",
     "evaluate",
     "report",
