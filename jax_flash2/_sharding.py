@@ -29,7 +29,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_flash2 import _partitioner
 from pallas_kernels import device
-from pallas_kernels.core.axes import Axes, Named, is_batch, is_whole, sizes
+from pallas_kernels.core.axes import (
+    Axes,
+    Named,
+    is_batch,
+    is_whole,
+    sizes,
+    varying_alike,
+)
 
 _SCALAR = [Named(np.zeros(()), ())]
 
@@ -257,21 +264,6 @@ def divided_as(x: jax.Array, like) -> jax.Array:
     if wanted.mesh.empty or wanted == _type(x).sharding:
         return x
     return jax.reshard(x, wanted)
-
-
-def varying_alike(arrays: tuple) -> tuple:
-    """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
-
-    The transpose sums the gradient of what was shared.
-    """
-    along = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in arrays]
-    everything = frozenset().union(*along)
-    return tuple(
-        jax.lax.pcast(x, tuple(everything - axes), to="varying")
-        if axes != everything
-        else x
-        for x, axes in zip(arrays, along, strict=True)
-    )
 
 
 def check_divided(operands: Sequence[Named], axes: tuple[str, ...]) -> None:

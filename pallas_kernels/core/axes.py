@@ -244,6 +244,7 @@ def product(
       precision: where inputs are float32: a `jax.lax.Precision`, a
         `jax.lax.DotAlgorithmPreset`, or None.
     """
+    a, b = varying_alike((a, b))
     is_pair = isinstance(precision, jax.lax.Precision)
     contracting, batch = (
         tuple(tuple(numbers) for numbers in pair) for pair in (contracting, batch)
@@ -255,6 +256,21 @@ def product(
         precision=(precision, precision) if is_pair else precision,
         preferred_element_type=np.dtype(jnp.promote_types(a.dtype, jnp.float32)),
         out_sharding=None,
+    )
+
+
+def varying_alike(arrays: tuple) -> tuple:
+    """Inside `shard_map`: all arrays vary along whatever mesh axis one of them does.
+
+    The transpose sums the gradient of what was shared.
+    """
+    along = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in arrays]
+    everything = frozenset().union(*along)
+    return tuple(
+        jax.lax.pcast(x, tuple(everything - axes), to="varying")
+        if axes != everything
+        else x
+        for x, axes in zip(arrays, along, strict=True)
     )
 
 

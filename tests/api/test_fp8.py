@@ -202,6 +202,9 @@ def test_transformations():
     placed = NamedSharding(mesh, PartitionSpec("b", None, "n"))
     inside = (jax.device_put(x, placed) for x in (q, k, v))
     assert error(jax.jit(call)(*inside), plain) < 0.01
+    spec = placed.spec
+    each = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    assert error(jax.jit(each)(q, k, v), plain) < 0.01
 
 
 Q, KV = jnp.zeros((2, 6, N, H), E4M3), jnp.zeros((2, 5, K, H), E4M3)
