@@ -43,7 +43,7 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
             f"float8_e4m3fn operands, got query sharded along {division.along['t']}"
         )
     call = _without_derivatives(call)
-    if call.is_quantised:
+    if _is_narrow(call):
         return _vjp.run(call, implementation)
     found = quantised(call)
     narrow = in_eight_bits(call, found)
@@ -53,6 +53,11 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
     return _completed(call, found, *named)
 
 
+def _is_narrow(call: Call) -> bool:
+    """Whether there is nothing to quantise: it has eight bits, or no query."""
+    return call.is_quantised or not call.query.value.size
+
+
 def in_eight_bits(call: Call, found: Quantised | None = None) -> Call:
     """The call that the kernels get.
 
@@ -60,7 +65,7 @@ def in_eight_bits(call: Call, found: Quantised | None = None) -> Call:
       call: as of `run`.
       found: its operands in eight bits, if they are at hand.
     """
-    if call.is_quantised:
+    if _is_narrow(call):
         return call
     x = quantised(call) if found is None else found
     return Call(x.query, x.key, x.value, x.spec, call.config)
