@@ -16,6 +16,8 @@ from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import bits, indexed
 from pallas_kernels.core.quantise import STORED, largest_of, narrowed
 
+_LAST = np.iinfo(np.int32).max
+
 
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
     """Where in a pool the rows at some positions of sequences lie.
@@ -30,7 +32,8 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
 
     Returns:
       int32 in the shape of positions; -1 where a position is negative, or no entry of
-      the table has it. `append_to_pages` leaves those out.
+      the table has it, or the entry is negative or its page lies beyond 2**31 rows.
+      `append_to_pages` leaves those out.
 
     Raises:
       TypeError, ValueError: if an argument is wrong.
@@ -41,8 +44,10 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
       >>> page_slots(jnp.array([[7, 3]]), jnp.array([[0, 15, 16, 40]]), 16).tolist()
       [[112, 127, 48, -1]]
     """
-    table = jnp.asarray(as_integers("page_table", page_table))
-    positions = jnp.asarray(as_integers("positions", positions))
+    table, positions = (
+        clipped(as_integers(name, x), -1, _LAST)
+        for name, x in (("page_table", page_table), ("positions", positions))
+    )
     if table.ndim != 2:
         raise ValueError(f"page_table must have shape [B, C], got shape {table.shape}")
     fits = positions.ndim in (1, 2) and positions.shape[0] == table.shape[0]
@@ -55,16 +60,18 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
         page_size = operator.index(page_size)
     except TypeError as error:
         raise TypeError(f"page_size must be an int, got {page_size!r}") from error
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    if not 1 <= page_size <= _LAST:
+        raise ValueError(f"page_size must be from 1 to {_LAST}, got {page_size}")
     places = table.shape[1]
-    inside = (positions >= 0) & (positions < places * page_size)
     if not places:
         return jnp.full(positions.shape, -1, jnp.int32)
-    at = jnp.where(inside, positions, 0).reshape(positions.shape[0], -1)
-    page = jnp.take_along_axis(table, at // page_size, axis=1)
-    slots = (page * page_size + at % page_size).reshape(positions.shape)
-    return jnp.where(inside, slots, -1).astype(jnp.int32)
+    inside = (positions >= 0) & (positions // page_size < places)
+    at = jnp.where(inside, positions, 0)
+    entry = (at if at.ndim == 2 else at[:, None]) // page_size
+    page = jnp.take_along_axis(table, entry, axis=1).reshape(at.shape)
+    # Of a later page, slots would not be int32 numbers.
+    inside &= (page >= 0) & (page <= (_LAST + 1) // page_size - 1)
+    return jnp.where(inside, page * page_size + at % page_size, -1)
 
 
 def quantize_kv(
@@ -171,8 +178,7 @@ def append_to_pages(
       True
     """
     letters = letters_of(kv_layout)
-    slots = as_integers("slots", slots)
-    slots = clipped(slots, -1, np.iinfo(np.int32).max)
+    slots = clipped(as_integers("slots", slots), -1, _LAST)
     if "2" in letters and value_pages is not None:
         raise ValueError(
             f"value_pages must be None with kv_layout={kv_layout!r}, of which "
@@ -220,7 +226,7 @@ class _Pool:
                 f"{name} must have shape {(*slots.shape, k, h)}, from slots and "
                 f"{name}_pages, got {rows.shape}"
             )
-        rows, slots = rows.reshape(-1, k, h), slots.reshape(-1)
+        rows, slots = rows.reshape(slots.size, k, h), slots.reshape(-1)
         if kind is None:
             if scale is not None:
                 raise ValueError(

@@ -269,8 +269,10 @@ class _Cut:
         if places is None:
             return summed_to(self.named(x), axes)
         if isinstance(places, tables.Distances):
-            if places.first is not None:
-                return tables.of_distances(self.named(x), places.first, axes)
+            # On a device's rows it has the axes of operands; parts have several.
+            if places.first is not None and places.first.size == 1:
+                first = places.first.reshape(())
+                return tables.of_distances(self.named(x), first, axes)
             places = places.numbers()
         pair_axes = self.axes("t", "s")
         where = Named.broadcast(places, pair_axes[len(pair_axes) - places.ndim :])

@@ -15,7 +15,7 @@ from jax_flash2 import _sharding, _vjp
 from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from pallas_kernels.backend import Call
 from pallas_kernels.core import quantise
-from pallas_kernels.core.axes import Axes, Heads, Named, varying_alike
+from pallas_kernels.core.axes import Axes, Heads, Named
 from pallas_kernels.core.quantise import Quantised
 
 _NO_GRADIENT = (
@@ -44,7 +44,7 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
             f"operands, got query sharded along {division.along['t']}"
         )
     call = _without_derivatives(call)
-    if call.reads_bytes:
+    if _is_narrow(call):
         return _vjp.run(call, implementation)
     found = quantised(call)
     narrow = in_eight_bits(call, found)
@@ -54,6 +54,11 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
     return _completed(call, found, *named)
 
 
+def _is_narrow(call: Call) -> bool:
+    """Whether there is nothing to quantise: it has eight bits, or no query."""
+    return call.reads_bytes or not call.query.value.size
+
+
 def in_eight_bits(call: Call, found: Quantised | None = None) -> Call:
     """The call that the kernels get.
 
@@ -61,7 +66,7 @@ def in_eight_bits(call: Call, found: Quantised | None = None) -> Call:
       call: as of `run`.
       found: its operands in eight bits, if they are at hand.
     """
-    if call.reads_bytes:
+    if _is_narrow(call):
         return call
     x = quantised(call) if found is None else found
     return Call(x.query, x.key, x.value, x.spec, call.config)
@@ -131,13 +136,8 @@ def _with_groups(x: Named, heads: Heads, size) -> Named:
 
 
 def _without_derivatives(call: Call) -> Call:
-    """The same call, of which JAX can ask no derivative.
-
-    Inside `shard_map` all operands vary alike from here on.
-    """
+    """The same call, of which JAX can ask no derivative."""
     leaves, tree = jax.tree.flatten(call)
-    values = varying_alike(tuple(x.value for x in leaves))
-    leaves = [Named(x, y.axes) for x, y in zip(values, leaves, strict=True)]
     floats = [i for i, x in enumerate(leaves) if is_differentiable(x)]
     constant = _constant(tuple(leaves[i].value for i in floats))
     for i, value in zip(floats, constant, strict=True):

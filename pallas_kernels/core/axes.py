@@ -260,6 +260,7 @@ def product(
       precision: where inputs are float32: a `jax.lax.Precision`, a
         `jax.lax.DotAlgorithmPreset`, or None.
     """
+    a, b = varying_alike((a, b))
     is_pair = isinstance(precision, jax.lax.Precision)
     contracting, batch = (
         tuple(tuple(numbers) for numbers in pair) for pair in (contracting, batch)

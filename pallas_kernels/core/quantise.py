@@ -166,8 +166,7 @@ def quantised(query: Named, key: Named, value: Named, spec: AttentionSpec) -> Qu
 def _rotated(x: Named, matrix: np.ndarray) -> Named:
     """x R in bfloat16, of sums in float32."""
     last = x.axes.index("h")
-    value, right = axes_.varying_alike((x.value, jnp.asarray(matrix, x.dtype)))
-    found = axes_.product(value, right, ((last,), (0,)))
+    found = axes_.product(x.value, jnp.asarray(matrix, x.dtype), ((last,), (0,)))
     rest = tuple(a for a in x.axes if a != "h")
     return Named(found.astype(jnp.bfloat16), (*rest, "h")).ordered(x.axes)
 

@@ -200,8 +200,19 @@ def test_transformations():
     assert error(found, plain) < 0.01
     mesh = jax.make_mesh((2, 2), ("b", "n"), devices=jax.devices()[:4])
     placed = NamedSharding(mesh, PartitionSpec("b", None, "n"))
-    inside = (jax.device_put(x, placed) for x in (q, k, v))
+    inside = [jax.device_put(x, placed) for x in (q, k, v)]
     assert error(jax.jit(call)(*inside), plain) < 0.01
+    spec = placed.spec
+    each = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    assert error(jax.jit(each)(*inside), plain) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 0, H), (0, 6, N, H), (2, 0, N, H)])
+def test_no_queries(shape):
+    x = jnp.ones(shape, jnp.bfloat16)
+    out, lse = attention(x, x, x, precision="fp8", return_residual=True)
+    assert (out.shape, out.dtype, lse.shape) == (shape, x.dtype, shape[:3])
+    assert "forward: xla" in explain(x, x, x, precision="fp8", implementation="xla")
 
 
 def test_shard_map_with_its_default_checks():

@@ -339,6 +339,33 @@ def test_tokens_one_by_one(kind):
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), dense, atol=ATOL)
 
 
+@pytest.mark.parametrize(
+    ("entry", "position", "page", "slot"),
+    [
+        (3, 1, 2**30, -1),  # this and the next two have no int32 number of a slot
+        (2**28, 5, 16, -1),
+        (2**31 - 1, 0, 2, -1),
+        (2**31 - 1, 0, 1, 2**31 - 1),
+        (-1, 5, 16, -1),
+        (-(2**28), 5, 16, -1),
+        (3, 2**32 + 5, 16, -1),
+        (2**32, 5, 16, -1),
+    ],
+)
+def test_slots_of_extreme_numbers(entry, position, page, slot):
+    """What does not fit is no slot, and never that of another row."""
+    found = page_slots(np.array([[entry, 3]]), np.array([[position]]), page)
+    assert found.tolist() == [[slot]]
+
+
+def test_no_sequences_and_no_heads():
+    none = np.zeros((0, 3), np.int32)
+    assert page_slots(none, none[:, :2], 16).shape == (0, 2)
+    pool, new = jnp.zeros((4, 2, 0, 8)), jnp.zeros((3, 0, 8))
+    found = append_to_pages(pool, pool, new, new, np.arange(3))
+    assert [x.shape for x in found] == [pool.shape] * 2
+
+
 @pytest.mark.parametrize("layout", ["PKSH", "KPSH", "P2SKH", "PSK2H"])
 def test_rows_are_written_where_the_layout_says(layout):
     size = {"P": 5, "S": 4, "K": K, "H": 8, "2": 2}

@@ -11,6 +11,15 @@ SHARP = f"{KERNEL} -m '' -k sharp"
 
 MUTANTS = [
     *of(
+        "jax_flash2/_fp8.py",
+        (
+            "what has no heads is quantised",
+            "return call.is_quantised or not call.query.value.size",
+            "return call.is_quantised",
+            f"{CALLS} -k no_queries",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/quantise.py",
         (
             "the mean key stays in the keys",
@@ -29,12 +38,6 @@ MUTANTS = [
             "signs[:, None] * hadamard",
             "hadamard",
             f"{CALLS} -k rotations",
-        ),
-        (
-            "a rotation that all devices share",
-            "axes_.varying_alike((x.value, jnp.asarray(matrix, x.dtype)))",
-            "(x.value, jnp.asarray(matrix, x.dtype))",
-            f"{CALLS} -k shard_map",
         ),
     ),
     *of(

@@ -13,6 +13,12 @@ MUTANTS = [
             "return jax.lax.dot_general(",
             "tests/transforms/test_interception.py -k 'reach_no_product and xla'",
         ),
+        (
+            "a constant beside what differs between devices",
+            "    a, b = varying_alike((a, b))\n",
+            "",
+            "tests/api/test_fp8.py -k transformations",
+        ),
     ),
     *of(
         "jax_flash2/_operation.py",

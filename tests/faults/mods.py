@@ -116,6 +116,17 @@ MUTANTS = [
         ),
     ),
     *of(
+        "jax_flash2/_chunked.py",
+        (
+            "the distance of the first of several halos is that of all",
+            "if places.first is not None and places.first.size == 1:\n"
+            "                first = places.first.reshape(())",
+            "if places.first is not None:\n"
+            "                first = places.first.ravel()[0]",
+            "tests/kernels/test_tables.py -k on_several_devices",
+        ),
+    ),
+    *of(
         "pallas_kernels/program.py",
         (
             "a diagonal of tiles ends a tile early",

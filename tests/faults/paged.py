@@ -193,9 +193,21 @@ MUTANTS = [
         ),
         (
             "a token of no entry has a slot",
-            "return jnp.where(inside, slots, -1).astype(jnp.int32)",
-            "return slots.astype(jnp.int32)",
+            "return jnp.where(inside, page * page_size + at % page_size, -1)",
+            "return page * page_size + at % page_size",
             f"{CALLS} -k layout_says",
+        ),
+        (
+            "slots of pages that are too late wrap around",
+            "(page >= 0) & (page <= (_LAST + 1) // page_size - 1)",
+            "page >= 0",
+            f"{CALLS} -k extreme",
+        ),
+        (
+            "positions of 64 bits lose their upper half",
+            "clipped(as_integers(name, x), -1, _LAST)",
+            "jnp.asarray(as_integers(name, x))",
+            f"{CALLS} -k extreme",
         ),
     ),
 ]

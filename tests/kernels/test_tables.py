@@ -5,8 +5,9 @@ import functools
 import jax
 import pytest
 
-from jax_flash2 import attention
+from jax_flash2 import Context, attention
 from pallas_kernels.core.pointwise import binding
+from tests.divided import Divided
 from tests.kernels.test_mods import ARRAYS, BACKENDS, SCORES, check, exact, results
 from tests.tiers import deeply
 
@@ -28,3 +29,40 @@ def test_gradients_of_tables_have_one_order(score):
     make, captured = SCORES[score]
     run = jax.jit(functools.partial(results, attention, make, None))
     assert "scatter" not in run.lower(ARRAYS, captured).as_text()
+
+
+@pytest.mark.parametrize("context", [Context("x", None, "ring"), Context("x", 8)])
+def test_gradients_where_rows_are_on_several_devices(context):
+    """A ring of rows that follow one another; halos, of which each has several."""
+    q, k, v = (x[:, :32] for x in ARRAYS)
+    make, (table,) = SCORES["table"]
+
+    def gradients(call, table):
+        def loss(q, table):
+            out = call(
+                *(q, k, v),
+                score_mod=make(table),
+                is_causal=True,
+                local_window_size=(7, 0),
+                implementation="xla",
+                precision="highest",
+            )
+            return jax.numpy.sum(out**2)
+
+        return jax.jit(jax.grad(loss, (0, 1)))(q, table)
+
+    found, expected = (
+        gradients(call, table) for call in (Divided(context, (2,)), attention)
+    )
+    check(found, expected, 1e-5)
+
+
+def test_an_index_beyond_a_table_is_clamped():
+    """So is that of its gradient; a negative one counts from the end, as in JAX."""
+
+    def make(table):
+        return lambda s, b, h, q, kv: s + table[h, q - kv + 3] * table[0, 2 * kv - q]
+
+    captured = SCORES["table"][1]
+    run = functools.partial(results, attention, make, None)
+    check(jax.jit(run)(ARRAYS, captured), exact(make, None, captured), 1e-5)
