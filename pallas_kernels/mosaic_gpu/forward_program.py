@@ -208,15 +208,16 @@ class TilesProgram(Program):
         """The tiles that a retry goes through: here there is no retry."""
         raise AssertionError(f"there is no retry {retry}")
 
-    def fill(self, use, tile: WorkTile, keys: Where) -> None:
-        """Loads a block of keys and values, use number `use` of the pipelines.
+    def fill(self, loaded, i, tile: WorkTile, keys: Where) -> None:
+        """Loads the keys and values of block i of a work tile.
 
         Args:
-          keys: where it lies.
+          loaded: how many blocks of keys were loaded before those of the tile.
+          keys: where the block lies.
         """
         del tile
-        self.refs.k.fill(use, self.k.at(keys))
-        self.refs.v.fill(use, self.v.at(keys))
+        self.refs.k.fill(loaded + i, self.k.at(keys))
+        self.refs.v.fill(loaded + i, self.v.at(keys))
 
 
 def load(program: TilesProgram) -> None:
@@ -255,6 +256,6 @@ def _load_tile(program: TilesProgram, is_final, slot, loaded):
 
     @pl.loop(0, blocks.count)
     def _(i):
-        program.fill(loaded + i, tile, {**tile.where, "s": blocks.at(i)})
+        program.fill(loaded, i, tile, {**tile.where, "s": blocks.at(i)})
 
     return loaded + blocks.count
