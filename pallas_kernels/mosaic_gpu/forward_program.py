@@ -100,16 +100,15 @@ class KeyBlocks:
       blocks: numbered as they are visited: all edges come before the full blocks
         (`Range.at`).
       block_kv: keys of a block.
-      count: how many there are.
     """
 
     blocks: Visited
     block_kv: int
-    count: jax.Array
 
-    @classmethod
-    def of(cls, blocks: Visited, block_kv: int) -> KeyBlocks:
-        return cls(blocks, block_kv, jnp.int32(blocks.count))
+    @property
+    def count(self) -> jax.Array:
+        """How many there are."""
+        return jnp.int32(self.blocks.count)
 
     @property
     def edges(self) -> jax.Array:
@@ -155,7 +154,7 @@ class Program:
             first one.
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
-        return KeyBlocks.of(self.visited(found, is_final), self.plan.block_kv)
+        return KeyBlocks(self.visited(found, is_final), self.plan.block_kv)
 
     def visited(self, found: Visited, is_final) -> Visited:
         """Blocks of keys as a work tile visits them in a pass."""

@@ -145,11 +145,12 @@ def attend(
     is_first_pass = is_final is None
     tile = program.work_tile(slot)
     keys = program.key_blocks(tile)
+    count = keys.count
     start = tile.start + me * ROWS
     edges = 1 if plan.one_edge else keys.blocks.edges
     running = 1 if plan.one_running else edges
     if not is_first_pass:
-        running += is_final * (keys.count - running)
+        running += is_final * (count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
@@ -187,7 +188,7 @@ def attend(
     if not plan.output_columns:
         wait_until_stored()
         fetch_next()
-    return first + keys.count, unfinished
+    return first + count, unfinished
 
 
 def is_right(
@@ -226,6 +227,7 @@ def store_sums(
     output, log = flash2.finish(sums, spec.sink, plan.arithmetic)
     assert not isinstance(output, tuple), "heads are not in pieces here"
     output = (output * spec.dropout_scale).astype(program.o.dtype)
+    wait_until_stored()  # of the previous work tile, which used the same tiles
     of_rows = [(refs.lse.ref.at[me], log, program.lse)]
     if program.largest is not None:
         at = refs.lse.ref.at[plan.consumers + me]

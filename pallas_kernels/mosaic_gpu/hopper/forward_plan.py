@@ -118,14 +118,14 @@ class Storage:
 
     def declare(self) -> Refs:
         """Tiles and barriers of a thread block."""
-        consumers, stages = self.consumers, self.blocks.num_stages
+        consumers = self.consumers
         h, d = self.heads
         size = self.size or {"t": 0, "s": 0, "h": h, "d": d}
 
         def key_pipeline(width: int, head: str) -> Pipeline:
-            shape = stages, self.blocks.block_kv, width
+            shape = self.blocks.num_stages, self.blocks.block_kv, width
             tile = support.tile(shape, self.dtype, array=(size["s"], size[head]))
-            return Pipeline.declare(Tile(tile), stages, readers=consumers)
+            return self.pipeline(Tile(tile))
 
         queries = size["t"], size["h"]
         taken, retries = self.taken_tiles, max(self.retries, 1)
@@ -143,6 +143,10 @@ class Storage:
             v=key_pipeline(d, "d"),
             pass_done=plgpu.Barrier(num_barriers=retries, num_arrivals=consumers),
         )
+
+    def pipeline(self, tiles: Tile) -> Pipeline:
+        """Of tiles of keys or values, which all computing warpgroups read."""
+        return Pipeline.declare(tiles, self.blocks.num_stages, readers=self.consumers)
 
     def _output_tile(self, size: Mapping[str, int]) -> Tile | None:
         columns, dtype = self.output_columns, jnp.dtype(self.output_dtype)

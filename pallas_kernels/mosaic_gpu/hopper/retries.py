@@ -98,7 +98,7 @@ def store(
     output: jax.Array,
     of_rows: Sequence[tuple[Any, jax.Array, memory.View]],
 ) -> None:
-    """Stores the results of this warpgroup's rows.
+    """Stores the results of this warpgroup's rows, after `wait_until_stored`.
 
     Args:
       where: head and batch entry, and which rows these are.
@@ -107,7 +107,6 @@ def store(
     """
     plan, refs, me = program.plan, program.refs, program.warpgroup
     columns, d = plan.output_columns, plan.width["d"]
-    wait_until_stored()  # of the previous work tile, which used the same tiles
     for at, numbers, _ in of_rows:
         at[...] = numbers
     tile = (refs.q if refs.o is None else refs.o).at(me)
