@@ -100,15 +100,21 @@ class KeyBlocks:
       blocks: numbered as they are visited: all edges come before the full blocks
         (`Range.at`).
       block_kv: keys of a block.
+      known: how many there are, if that has been computed (`counted`).
     """
 
     blocks: Visited
     block_kv: int
+    known: jax.Array | None = None
 
     @property
     def count(self) -> jax.Array:
-        """How many there are."""
-        return jnp.int32(self.blocks.count)
+        """How many there are, computed where it is asked for."""
+        return jnp.int32(self.blocks.count) if self.known is None else self.known
+
+    def counted(self) -> KeyBlocks:
+        """The same, with the count computed here, once: loops then only read it."""
+        return dataclasses.replace(self, known=self.count)
 
     @property
     def edges(self) -> jax.Array:
@@ -183,7 +189,9 @@ class TilesProgram(Program):
         """
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
         scheduler = cls.scheduler_of(plan, refs, thread_block)
-        return cls(plan, *inputs, *outputs, refs, warpgroup, scheduler, **own)
+        (q, k, v, spec), (o, lse) = inputs, outputs
+        views = q, k, v, spec, o, lse
+        return cls(plan, *views, refs, warpgroup, scheduler, **own)
 
     @classmethod
     def scheduler_of(cls, plan: TilesPlan, refs, thread_block):

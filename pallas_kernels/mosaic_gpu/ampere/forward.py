@@ -146,8 +146,9 @@ def forward(
 
 
 def _kernel(plan: Plan, inputs, outputs, stages) -> None:
+    (q, k, v, spec), (o, lse) = inputs, outputs
     warpgroup = lax.axis_index("warpgroup")
-    attend(Program(plan, *inputs, *outputs, stages, warpgroup))
+    attend(Program(plan, q, k, v, spec, o, lse, stages, warpgroup))
 
 
 def attend(program: Program) -> None:

@@ -144,13 +144,12 @@ def attend(
     first, unfinished = state
     is_first_pass = is_final is None
     tile = program.work_tile(slot)
-    keys = program.key_blocks(tile)
-    count = keys.count
+    keys = program.key_blocks(tile).counted()
     start = tile.start + me * ROWS
     edges = 1 if plan.one_edge else keys.blocks.edges
     running = 1 if plan.one_running else edges
     if not is_first_pass:
-        running += is_final * (count - running)
+        running += is_final * (keys.count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
@@ -188,7 +187,7 @@ def attend(
     if not plan.output_columns:
         wait_until_stored()
         fetch_next()
-    return first + count, unfinished
+    return first + keys.count, unfinished
 
 
 def is_right(

@@ -97,18 +97,7 @@ def _unfit(blocks: Blocks, call: Call) -> str | None:
 
 
 # The order of addresses.
-_FIELDS = [
-    "k",
-    "v",
-    "q",
-    "o",
-    "lse",
-    "tile_words",
-    "q_full",
-    "tile_taken",
-    "pass_done",
-    "pair_values",
-]
+_FIELDS = ("k", "v", "q", "o", "lse", "tile_words", "q_full", "tile_taken", "pass_done")
 
 
 @functools.partial(
