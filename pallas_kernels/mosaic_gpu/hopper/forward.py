@@ -12,10 +12,10 @@ It has warpgroups that compute, of 64 query rows each, and one that only loads:
     consumer 0   products | softmax  | products | softmax  | ...      | store
     consumer 1            | products | softmax  | products | softmax  | ...
 
-The producer (`load`) brings keys and values into two pipelines, in the order of
-`Range.at`. It runs on into the next work tile while the previous one is computed and
-stored. A consumer (`compute`) brings its own queries, goes through the keys
-(`forward_loop.KeyLoop`), and stores its output.
+The producer (`forward_program.load`) brings keys and values into two pipelines, in the
+order of `Range.at`. It runs on into the next work tile while the previous one is
+computed and stored. A consumer (`compute`) brings its own queries, goes through the
+keys (`forward_loop.KeyLoop`), and stores its output.
 
 First come the edges: the blocks in which pairs may be masked, or one block if there
 are none. They have a running maximum (`flash2.update`). Then come all the others, with
@@ -23,8 +23,9 @@ the maximum fixed, as in `flash2.accumulate`. A mask with an element for each pa
 mask some pairs of any block: then only the first block has a running maximum.
 
 A row may leave the range in which a fixed maximum is exact (`flash2.in_range`). Its
-warpgroup then stores nothing. After its final work tile, the thread block goes through
-the unfinished ones again, in a pass with running maxima alone: the final retry.
+warpgroup then stores nothing. After its last work tile, the thread block goes through
+the unfinished ones again (`retries.run_passes`), with running maxima alone: the final
+retry.
 
 Unattended keys are those beyond a length, and those that a mask keeps for no query.
 Their values may be NaN, and 0 times NaN is NaN. Where a call may have such keys
