@@ -5,9 +5,10 @@
 
 Each call of the tests is lowered for an H200 on a machine without a GPU, forward and
 gradients, on the Triton and the Mosaic GPU backend and on the one that is chosen for
-it, and for xla on a CPU. What is kept of a kernel is a hash of its module without
-source locations, of the rest of the program a hash of its text. With words, only calls
-whose name has all of them. `--jobs` processes work at a time.
+it, and for xla on a CPU; kernels that run only by name, for their own GPUs. What is
+kept of a kernel is a hash of its module without source locations, of the rest of the
+program a hash of its text. With words, only calls whose name has all of them. `--jobs`
+processes work at a time.
 """
 
 from __future__ import annotations
@@ -83,9 +84,8 @@ def _case(case: Case, dtype, implementation: str | None) -> str:
     return lower_for_gpu(run, arrays, data)
 
 
-def _variant(name: str) -> dict:
-    modules = ptxas.kernels(*ptxas.variants()[name])
-    return {"kernels": [hashed(without_locations(x)) for x in modules], "rest": ""}
+def _modules(modules: Callable[[], list[bytes]]) -> dict:
+    return {"kernels": [hashed(without_locations(x)) for x in modules()], "rest": ""}
 
 
 def _of_any_size(case: Case) -> dict:
@@ -117,8 +117,14 @@ def calls() -> dict[str, Callable[[], dict]]:
         add(None, case.full(), jnp.bfloat16)
     for case in _mosaic_cases():
         add("mosaic_gpu", case.full(), jnp.bfloat16)
-    for name in ptxas.variants():
-        found[f"mosaic_gpu long {name}"] = functools.partial(_variant, name)
+    long = {
+        name: functools.partial(ptxas.kernels, *variant)
+        for name, variant in ptxas.variants().items()
+    }
+    for name, call in (ptxas.eight_bits() | ptxas.by_name()).items():
+        long[name] = functools.partial(getattr, call, "modules")
+    for name, modules in long.items():
+        found[f"mosaic_gpu long {name}"] = functools.partial(_modules, modules)
     for size in (64, 128, 256):
         for case in mosaic.SERVED:
             wide = mosaic.with_heads(case, size)

@@ -7,16 +7,16 @@ in line makes the gradients.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.backend import Call, Pass, Plan
+from pallas_kernels.backend import Call, Declined, Pass
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import clear, flash2
+from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.flash2 import Scores, State
 from pallas_kernels.core.pairs import Pairs
@@ -25,28 +25,43 @@ from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import shared_memory, support
+from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 HEAD_SIZES = (64, 128)
 FIRST_JAX = (0, 12)
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan(Plan):
-    """Of the forward pass: `launch` has the blocks of its kernel."""
+def plan(
+    call: Call,
+    pass_: Pass,
+    capabilities: Sequence[int],
+    table: Mapping[int, Blocks],
+    unfit: Callable[[Blocks, Call], str | None],
+    arithmetic: Arithmetic = support.ARITHMETIC,
+) -> PassPlan | Declined:
+    """The plan of a pass (`backend.Backend`).
 
-    launch: Launch
+    Args:
+      capabilities: compute capabilities, times ten, of the GPUs that the backend's
+        kernels are for.
+      table: blocks by the larger head size.
+      unfit: why the kernel cannot have some blocks, or None.
+      arithmetic: of the kernel.
+    """
+    why_not = unsupported(call, pass_, capabilities)
+    if why_not is not None:
+        return Declined(why_not)
+    chosen = None if call.config is None else call.config.forward
+    blocks = chosen or table[max(call.head_sizes)]
+    why_not = unfit(blocks, call)
+    if why_not is not None:
+        return Declined(why_not)
+    return PassPlan(Launch(blocks, call.precision, arithmetic, False, 1))
 
 
 def unsupported(call: Call, pass_: Pass, capabilities: Sequence[int]) -> str | None:
-    """Why such a backend has no kernel for a pass of a call here and now, or None.
-
-    Args:
-      call: of shape structs.
-      pass_: of the call.
-      capabilities: compute capabilities, times ten, of the GPUs that its kernels are
-        for.
-    """
+    """Why such a backend has no kernel for a pass of a call here and now, or None."""
     if pass_ != "forward":
         return "it has a kernel for the forward pass alone"
     if call.interpret:
@@ -93,22 +108,10 @@ def _unknown_feature(spec: AttentionSpec) -> str | None:
 
 
 def unfit(blocks: Blocks, declared) -> str | None:
-    """Why the GPU cannot have these blocks, or None.
-
-    Args:
-      blocks: of a caller's `Config`, or chosen.
-      declared: the shared memory of such a kernel (`shared_memory`).
-    """
+    """Why the GPU cannot have these blocks, or None: as `shared_memory.unfit`."""
     if blocks.num_stages < 2:
         return f"num_stages={blocks.num_stages} is not 2 or more"
-    for name in ("max_registers", "left_in_registers"):
-        if getattr(blocks, name):
-            return f"{name} is for the Triton kernels"
-    need, limit = shared_memory.num_bytes(declared), device.shared_memory_limit()
-    if need <= limit:
-        return None
-    kib = -(-need >> 10)
-    return f"{blocks} needs {kib} KiB of shared memory and this GPU has {limit >> 10}"
+    return shared_memory.unfit(blocks, declared)
 
 
 def operands(call: Call, blocks: Blocks) -> tuple[Named, Named, Named, AttentionSpec]:

@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import device
+from pallas_kernels.configs import Blocks
+
 # Pallas places every allocation at a multiple of so many bytes (`SMEM_ALIGNMENT`).
 _ALIGNMENT = 1 << 10
 _BARRIER = 8  # bytes
@@ -58,6 +61,23 @@ def is_barrier(x) -> bool:
 def num_bytes(declared) -> int:
     """Bytes of shared memory that Pallas allocates for a declaration."""
     return sum(map(_bytes, jax.tree.leaves(declared, is_leaf=is_barrier)))
+
+
+def unfit(blocks: Blocks, declared) -> str | None:
+    """Why a kernel of this folder cannot have these blocks, or None.
+
+    Args:
+      blocks: of a caller's `Config`, or chosen.
+      declared: its shared memory.
+    """
+    for name in ("max_registers", "left_in_registers"):
+        if getattr(blocks, name):
+            return f"{name} is for the Triton kernels"
+    need, limit = num_bytes(declared), device.shared_memory_limit()
+    if need <= limit:
+        return None
+    kib = -(-need >> 10)
+    return f"{blocks} needs {kib} KiB of shared memory and this GPU has {limit >> 10}"
 
 
 def _bytes(x) -> int:

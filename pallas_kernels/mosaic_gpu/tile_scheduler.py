@@ -74,6 +74,11 @@ class Schedule:
             return -(-self.tiles // self.thread_blocks)
         return min(MOST_TILES, self.tiles)
 
+    @property
+    def taken_tiles(self) -> int:
+        """How many tiles a thread block may take as it goes; 0 if all are static."""
+        return 0 if self.is_static else self.most_tiles
+
     def tile(self, thread_block, slot):
         """The tile in a slot of a thread block, in a static schedule.
 

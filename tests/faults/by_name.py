@@ -79,6 +79,12 @@ MUTANTS = [
             "if x.memory_space == plgpu.GMEM:",
             PASSES,
         ),
+        (
+            "blocks that need more than the GPU has",
+            "need, limit = num_bytes(declared), device.shared_memory_limit()",
+            "need, limit = 0, device.shared_memory_limit()",
+            "tests/mosaic_gpu/test_gradient_blocks.py -k 'cannot_have and memory'",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/ampere/heads.py",

@@ -16,7 +16,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_program.py",
+        "pallas_kernels/mosaic_gpu/hopper/retries.py",
         (
             "the pass that clears has maxima alone",
             "visit(i, i, state)",

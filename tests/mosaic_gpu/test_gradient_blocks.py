@@ -12,7 +12,7 @@ import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
 from pallas_kernels import tables
-from pallas_kernels.mosaic_gpu import measured
+from pallas_kernels.mosaic_gpu import measured, shared_memory
 from pallas_kernels.mosaic_gpu.hopper import forward_plan, gradient_blocks
 from tests import mosaic_interpreter
 from tests.cases import ON_GPU, by_name
@@ -125,7 +125,8 @@ def test_the_callers_blocks_lower(kernel, head, value, blocks):
     modules = string_attributes(text, "module")
     size = {"t": 1024, "s": 1024, "h": head, "d": value}
     pair_values = jnp.bfloat16 if kernel == "dbias" else None
-    need = gradient_blocks.num_bytes(kernel, blocks, size, pair_values=pair_values)
+    declared = gradient_blocks.declared(kernel, blocks, size, pair_values=pair_values)
+    need = shared_memory.num_bytes(declared)
     assert need in map(shared_memory_asked, modules)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pallas_kernels.backend import Call, Declined, Pass
 from pallas_kernels.configs import Blocks
-from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import by_name, support
 from pallas_kernels.mosaic_gpu.ampere import forward as kernel
+from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 CAPABILITIES = (80, 86, 89, 120, 121)
 # By the larger head size. Two warpgroups: two warps for each scheduler.
@@ -21,19 +21,10 @@ _BLOCKS_WITH_TMA = {64: Blocks(128, 64, 8, 2), 128: Blocks(128, 32, 8, 4)}
 lowering_context = support.lowering_context
 
 
-def plan(call: Call, pass_: Pass, /) -> by_name.ForwardPlan | Declined:
+def plan(call: Call, pass_: Pass, /) -> PassPlan | Declined:
     """The plan of a pass (`backend.Backend`)."""
-    why_not = by_name.unsupported(call, pass_, CAPABILITIES)
-    if why_not is not None:
-        return Declined(why_not)
     table = _BLOCKS_WITH_TMA if kernel.has_tma() else _BLOCKS
-    chosen = None if call.config is None else call.config.forward
-    blocks = chosen or table[max(call.head_sizes)]
-    why_not = _unfit(blocks, call)
-    if why_not is not None:
-        return Declined(why_not)
-    launch = Launch(blocks, call.precision, support.ARITHMETIC, False, 1)
-    return by_name.ForwardPlan(launch)
+    return by_name.plan(call, pass_, CAPABILITIES, table, _unfit)
 
 
 def _unfit(blocks: Blocks, call: Call) -> str | None:
@@ -48,7 +39,7 @@ def _unfit(blocks: Blocks, call: Call) -> str | None:
     return by_name.unfit(blocks, declared)
 
 
-def forward(plan: by_name.ForwardPlan, call: Call, outputs):
+def forward(plan: PassPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
     operands = by_name.operands(call, plan.launch.blocks)
     return kernel.forward(*operands, outputs, launch=plan.launch)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,17 +35,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import by_name, memory, support
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import by_name, memory, plan, support
 from pallas_kernels.mosaic_gpu.ampere import products
 from pallas_kernels.mosaic_gpu.ampere.heads import RowHeads
 from pallas_kernels.mosaic_gpu.ampere.stages import AsyncCopies, TmaCopies
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
+from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks, Program
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import Where, key_blocks, pairs, query_rows, query_start
+from pallas_kernels.program import Where, query_rows
 
 ROWS = 64  # of a warpgroup
 _FIRST_WITH_TMA = 90  # compute capability times ten
@@ -63,22 +64,16 @@ class KeysAndValues(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is chosen for a call before its kernel is traced.
+class Plan(plan.Plan):
+    """The plan of this kernel: a thread block for each work tile, without a producer.
 
     Attributes:
-      launch: blocks and arithmetic.
-      layout: of the grid: a thread block for each work tile.
-      heads: head sizes, by axis.
-      dtype: of queries, keys and values.
       row_heads: of keys and of values.
     """
 
-    launch: Launch
-    layout: memory.TileGrid
-    heads: dict[str, int]
-    dtype: Any
     row_heads: KeysAndValues
+
+    whole_blocks = True
 
     @classmethod
     def of(
@@ -91,27 +86,22 @@ class Plan:
         """The plan of a call, whose arguments are those of `forward`."""
         arrays = [*operands, *jax.tree.leaves(spec), *outputs]
         layout = memory.TileGrid.of("forward", arrays, launch)
-        heads = {name: layout.size[name] for name in ("h", "d")}
         q, *keys_and_values = operands
         row_heads = KeysAndValues(*map(RowHeads.of, keys_and_values))
-        return cls(launch, layout, heads, q.dtype, row_heads)
+        return cls(launch, layout, launch.blocks.block_q // ROWS, q.dtype, row_heads)
 
     @property
     def warpgroups(self) -> int:
-        return self.launch.blocks.block_q // ROWS
-
-    @property
-    def block_kv(self) -> int:
-        return self.launch.blocks.block_kv
+        return self.consumers
 
     @property
     def ahead(self) -> int:
         """How many blocks of keys are under way while one is computed."""
-        return self.launch.blocks.num_stages - 1
+        return self.stages - 1
 
     def declare(self) -> AsyncCopies | TmaCopies:
         """Shared memory of a thread block."""
-        return declare(self.launch.blocks, tuple(self.heads.values()), self.dtype)
+        return declare(self.launch.blocks, tuple(self.width.values()), self.dtype)
 
 
 def declare(blocks, heads: tuple[int, ...], dtype) -> AsyncCopies | TmaCopies:
@@ -145,120 +135,83 @@ def forward(
     """
     plan = Plan.of((q, k, v), spec, outputs, launch)
     rows = plan.row_heads.k.array(k), plan.row_heads.v.array(v)
-
-    def kernel(inputs, outputs, stages):
-        (q, k, v, spec), (o, lse) = inputs, outputs
-        warpgroup = lax.axis_index("warpgroup")
-        attend(Program(plan, q, k, v, spec, o, lse, stages, warpgroup))
-
-    found = memory.call(
-        kernel,
-        plan.layout,
+    found = plan.call(
+        _kernel,
         (q, *rows, spec),
         outputs,
-        block={"t": ROWS, "s": plan.block_kv},
-        scratch=plan.declare(),
-        warpgroups=plan.warpgroups,
+        refs=plan.declare(),
         name="flash2_forward_mma",
-        tiles=plan.heads,
-        whole_blocks=True,
     )
     return tuple(x.value for x in found)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A plan with what its kernel is given, in one warpgroup of a thread block.
-
-    Attributes:
-      plan: of the call.
-      q, k, v, o, lse: views of global memory.
-      spec: of views, of which nothing is loaded yet.
-      stages: shared memory.
-      warpgroup: the number of this one.
-    """
-
-    plan: Plan
-    q: memory.View
-    k: memory.View
-    v: memory.View
-    spec: AttentionSpec
-    o: memory.View
-    lse: memory.View
-    stages: AsyncCopies | TmaCopies
-    warpgroup: jax.Array
-
-
-class Keys(NamedTuple):
-    """The blocks of keys of a work tile.
-
-    Attributes:
-      where: head and batch entry.
-      blocks: their range, with one block at least.
-      count: how many there are.
-    """
-
-    where: Where
-    blocks: Visited
-    count: jax.Array
-
-    def at(self, i, size: int) -> Where:
-        """Where block number i of `size` keys lies."""
-        return {**self.where, "s": Rows(self.blocks.at(i)[1] * size, size)}
+def _kernel(plan: Plan, inputs, outputs, stages) -> None:
+    (q, k, v, spec), (o, lse) = inputs, outputs
+    warpgroup = lax.axis_index("warpgroup")
+    attend(Program(plan, q, k, v, spec, o, lse, stages, warpgroup))
 
 
 def attend(program: Program) -> None:
     """The attention of this warpgroup's rows."""
     plan = program.plan
-    spec, where, start = query_start(program.spec, plan.layout)
-    # At least one block: the stages are filled before the loop.
-    blocks = key_blocks(spec, where, plan.layout, start).with_a_block()
-    keys = Keys(where, blocks, jnp.int32(blocks.count))
+    tile = program.tile_of(plan.layout)
+    keys = program.key_blocks(tile)
+    copy = functools.partial(fill, program, tile.where, keys)
+    # There is a block at least: the stages are filled before the loop.
     for i in range(plan.ahead):
-        pl.when(i < keys.count)(functools.partial(fill, program, keys, jnp.int32(i)))
-    start += program.warpgroup * ROWS
-    spec, where = query_rows(spec, where, plan.layout, start, ROWS)
+        pl.when(i < keys.count)(functools.partial(copy, jnp.int32(i)))
+    start = tile.start + program.warpgroup * ROWS
+    spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
     queries = products.load_left(program.q.at(where))
-    d = plan.heads["d"]
+    d = plan.width["d"]
     state = flash2.init([ROWS], d)._replace(acc=products.zeros(ROWS, d))
-    edges = jnp.int32(blocks.edges)
+    edges = keys.edges
     for masked, lo, hi in ((True, jnp.int32(0), edges), (False, edges, keys.count)):
-        one = functools.partial(step, program, spec, where, keys, queries, masked)
+        one = functools.partial(step, program, spec, where, keys, copy, queries, masked)
         state = lax.fori_loop(lo, hi, one, state)
     store(program, spec, where, state)
 
 
-def fill(program: Program, keys: Keys, i) -> None:
+def fill(program: Program, where: Where, keys: KeyBlocks, i) -> None:
     """Issues the copies of block number i of keys and values."""
-    where, of = keys.at(i, program.plan.block_kv), program.plan.row_heads
+    where, of = {**where, "s": keys.at(i)}, program.plan.row_heads
     k, v = program.k.at(of.k.at(where)), program.v.at(of.v.at(where))
-    program.stages.fill(i, KeysAndValues(k, v))
+    program.refs.fill(i, KeysAndValues(k, v))
 
 
 def step(
-    program: Program, spec, where, keys: Keys, queries, masked: bool, i, state
+    program: Program,
+    spec: AttentionSpec,
+    where: Where,
+    keys: KeyBlocks,
+    copy: Callable,
+    queries: jax.Array,
+    masked: bool,
+    i,
+    state: flash2.State,
 ) -> flash2.State:
     """Takes in block number i of keys and values.
 
     Args:
       spec: with what these rows have loaded.
       where: these rows.
+      keys: the blocks of keys.
+      copy: `fill` of a block.
       queries: of these rows, in registers.
       masked: whether pairs of the block may be masked.
       state: what the rows carry so far.
     """
-    plan, stages = program.plan, program.stages
+    plan, stages = program.plan, program.refs
     stages.wait(i, keys.count)
     following = i + plan.ahead
-    pl.when(following < keys.count)(lambda: fill(program, keys, following))
+    pl.when(following < keys.count)(lambda: copy(following))
     tiles = stages.at(i)
     right = products.load_right(support.transposed(tiles.k.ref))
     qk = products.multiply(products.zeros(ROWS, plan.block_kv), queries, right)
-    block = {**where, **keys.at(i, plan.block_kv)}
-    found = pairs(spec, block, ("t", "s"), masked, plan.launch)
+    found = plan.pairs(spec, {**where, "s": keys.at(i)}, masked)
     scores = by_name.scores_of(found, qk, plan.dtype)
-    m, alpha, p = flash2.update(state.m, scores, plan.launch.arithmetic)
-    along = plan.launch.arithmetic.along(alpha, -2, (ROWS, plan.heads["d"]))
+    m, alpha, p = flash2.update(state.m, scores, plan.arithmetic)
+    along = plan.along(alpha, plan.width["d"])
     left = products.as_left(p.astype(plan.dtype))
     acc = products.multiply(state.acc * along, left, products.load_right(tiles.v.ref))
     stages.release(i)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pallas_kernels import device
 from pallas_kernels.backend import Call, Declined, Pass
 from pallas_kernels.configs import Blocks
-from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import by_name, support
 from pallas_kernels.mosaic_gpu.blackwell import forward as kernel
 from pallas_kernels.mosaic_gpu.blackwell import plan as plans
+from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 CAPABILITIES = (100, 103)
 # By the larger head size. With 128 keys a thread has a row of 128 scores: at head size
@@ -24,18 +24,9 @@ _ARITHMETIC = support.arithmetic(support.ROW_OF_A_THREAD)
 lowering_context = support.lowering_context
 
 
-def plan(call: Call, pass_: Pass, /) -> by_name.ForwardPlan | Declined:
+def plan(call: Call, pass_: Pass, /) -> PassPlan | Declined:
     """The plan of a pass (`backend.Backend`)."""
-    why_not = by_name.unsupported(call, pass_, CAPABILITIES)
-    if why_not is not None:
-        return Declined(why_not)
-    chosen = None if call.config is None else call.config.forward
-    blocks = chosen or _BLOCKS[max(call.head_sizes)]
-    why_not = _unfit(blocks, call)
-    if why_not is not None:
-        return Declined(why_not)
-    launch = Launch(blocks, call.precision, _ARITHMETIC, False, 1)
-    return by_name.ForwardPlan(launch)
+    return by_name.plan(call, pass_, CAPABILITIES, _BLOCKS, _unfit, _ARITHMETIC)
 
 
 def _unfit(blocks: Blocks, call: Call) -> str | None:
@@ -54,7 +45,7 @@ def _unfit(blocks: Blocks, call: Call) -> str | None:
     return by_name.unfit(blocks, declared)
 
 
-def forward(plan: by_name.ForwardPlan, call: Call, outputs):
+def forward(plan: PassPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
     operands = by_name.operands(call, plan.launch.blocks)
     return kernel.forward(*operands, outputs, launch=plan.launch)

@@ -45,14 +45,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import by_name, memory, support
-from pallas_kernels.mosaic_gpu.blackwell.plan import REGISTERS, ROWS, Plan, Refs
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import by_name, support
+from pallas_kernels.mosaic_gpu.blackwell.plan import ROWS, Plan
+from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks, TilesProgram, load
+from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tile_scheduler import StaticTiles
-from pallas_kernels.program import Where, key_blocks, pairs, query_rows, query_start
+from pallas_kernels.program import Where, query_rows
 
 # Columns of the sums that are scaled at a time: so many registers.
 _SCALED = 32
@@ -77,128 +77,26 @@ def forward(
       launch: block sizes and the rest.
     """
     plan = Plan.of((q, k, v), spec, outputs, launch)
-
-    def kernel(inputs, outputs, refs: Refs):
-        me = lax.axis_index("warpgroup")
-        tiles = StaticTiles.of(plan.schedule, lax.axis_index("program"))
-        (q, k, v, spec), (o, lse) = inputs, outputs
-        program = Program(plan, q, k, v, spec, o, lse, refs, me, tiles)
-        pl.when(me == plan.consumers)(functools.partial(load, program))
-        pl.when(me < plan.consumers)(functools.partial(compute, program))
-
-    found = memory.call(
-        kernel,
-        plan.layout,
+    found = plan.call(
+        by_role(TilesProgram.of, load, compute),
         (q, k, v, spec),
         outputs,
-        block={"t": ROWS, "s": plan.block_kv},
-        scratch=plan.declare(),
-        warpgroups=plan.consumers + 1,
+        refs=plan.declare(),
         name="flash2_forward_tcgen05",
-        tiles=plan.heads,
-        programs=plan.schedule.thread_blocks,
     )
     return tuple(x.value for x in found)
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkTile:
-    """A block of query rows of one head and batch entry, and its blocks of keys.
-
-    Attributes:
-      spec: the call's, with what is a scalar here loaded.
-      where: head and batch entry.
-      start: the first row.
-      blocks: the range of blocks of keys, with one block at least.
-      block_kv: keys of a block.
-    """
-
-    spec: AttentionSpec
-    where: Where
-    start: Any
-    blocks: Visited
-    block_kv: int
-
-    @property
-    def count(self) -> jax.Array:
-        """How many blocks of keys there are."""
-        return jnp.int32(self.blocks.count)
-
-    def keys_at(self, i) -> Where:
-        """Where block number i of keys lies."""
-        size = self.block_kv
-        return {**self.where, "s": Rows(self.blocks.at(i)[1] * size, size)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A plan with what its kernel is given, in one warpgroup of a thread block.
-
-    Attributes:
-      plan: of the call.
-      q, k, v, o, lse: views of global memory.
-      spec: of views, of which nothing is loaded yet.
-      refs: shared and tensor memory.
-      warpgroup: the number of this one. The last one is the producer.
-      tiles: the thread block's work tiles.
-    """
-
-    plan: Plan
-    q: memory.View
-    k: memory.View
-    v: memory.View
-    spec: AttentionSpec
-    o: memory.View
-    lse: memory.View
-    refs: Refs
-    warpgroup: jax.Array
-    tiles: StaticTiles
-
-    def work_tile(self, slot) -> WorkTile:
-        """The work tile in a slot of the thread block."""
-        layout = self.plan.layout.at_tile(self.tiles.tile(slot))
-        spec, where, start = query_start(self.spec, layout)
-        blocks = key_blocks(spec, where, layout, start).with_a_block()
-        return WorkTile(spec, where, start, blocks, self.plan.block_kv)
-
-
-# The producer.
-
-
-def load(program: Program) -> None:
-    """The producer: it loads keys and values of all work tiles."""
-    plgpu.set_max_registers(REGISTERS[0], action="decrease")
-    program.tiles.fold(functools.partial(load_tile, program), jnp.int32(0))
-
-
-def load_tile(program: Program, slot, loaded):
-    """Fills the pipelines with keys and values of a work tile.
-
-    Returns:
-      How many blocks have been loaded now, of `loaded` before.
-    """
-    tile, refs = program.work_tile(slot), program.refs
-
-    @pl.loop(0, tile.count)
-    def _(i):
-        keys = tile.keys_at(i)
-        refs.k.fill(loaded + i, program.k.at(keys))
-        refs.v.fill(loaded + i, program.v.at(keys))
-
-    return loaded + tile.count
 
 
 # The consumers.
 
 
-def compute(program: Program) -> None:
+def compute(program: TilesProgram) -> None:
     """A consumer: it computes and stores 128 rows of each work tile."""
-    plgpu.set_max_registers(REGISTERS[1], action="increase")
-    program.tiles.fold(functools.partial(attend, program), jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    program.scheduler.fold(functools.partial(attend, program), jnp.int32(0))
+    wait_until_stored()
 
 
-def attend(program: Program, slot, first):
+def attend(program: TilesProgram, slot, first):
     """The attention of this consumer's rows of a work tile.
 
     Args:
@@ -209,14 +107,15 @@ def attend(program: Program, slot, first):
       How many have come after it.
     """
     plan, tile = program.plan, program.work_tile(slot)
+    keys = program.key_blocks(tile)
     start = tile.start + program.warpgroup * ROWS
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
-    rows = Consumer(program, tile, spec, where, first)
+    rows = Consumer(program, keys, spec, where, first)
     rows.fetch_queries()
     rows.issue_scores(first)
     nothing = flash2.init([ROWS], 1)
-    edges = first + jnp.int32(tile.blocks.edges)
-    last = first + tile.count
+    edges = first + keys.edges
+    last = first + keys.count
     state = nothing.m, nothing.l
     state = lax.fori_loop(first, edges, functools.partial(rows.step, True), state)
     state = lax.fori_loop(edges, last, functools.partial(rows.step, False), state)
@@ -234,14 +133,14 @@ class Consumer:
 
     Attributes:
       program: the warpgroup's.
-      tile: the work tile.
+      keys: the blocks of keys of the work tile.
       spec: with what these rows have loaded.
       where: head and batch entry, and which rows these are.
       first: number of the tile's first block of keys.
     """
 
-    program: Program
-    tile: WorkTile
+    program: TilesProgram
+    keys: KeyBlocks
     spec: AttentionSpec
     where: Where
     first: Any
@@ -307,14 +206,12 @@ class Consumer:
         refs.k.release(i)
         qk = plgpu.async_load_tmem(self.scores, layout=support.ROW_OF_A_THREAD)
         plgpu.wait_load_tmem()
-        following = i + 1 < self.first + self.tile.count
+        following = i + 1 < self.first + self.keys.count
         pl.when(following)(lambda: self.issue_scores(i + 1))
-        keys = self.tile.keys_at(i - self.first)["s"]
-        found = pairs(
-            self.spec, {**self.where, "s": keys}, ("t", "s"), masked, plan.launch
-        )
+        keys = self.keys.at(i - self.first)
+        found = plan.pairs(self.spec, {**self.where, "s": keys}, masked)
         scores = by_name.scores_of(found, qk, plan.dtype)
-        m, alpha, p = flash2.update(m, scores, plan.launch.arithmetic)
+        m, alpha, p = flash2.update(m, scores, plan.arithmetic)
         total = flash2.add_row_sums(total * alpha, p)
         p = p.astype(plan.dtype)
 
@@ -335,12 +232,12 @@ class Consumer:
 
         @pl.when(grown != 0)
         def _():
-            for column in range(0, self.program.plan.heads["d"], _SCALED):
+            for column in range(0, self.program.plan.width["d"], _SCALED):
                 part = self.sums.at[:, pl.ds(column, _SCALED)]
                 x = plgpu.async_load_tmem(part, layout=layout)
                 plgpu.wait_load_tmem()
-                along = self.program.plan.launch.arithmetic.along
-                plgpu.async_store_tmem(part, x * along(alpha, -2, x.shape))
+                along = self.program.plan.along(alpha, _SCALED)
+                plgpu.async_store_tmem(part, x * along)
 
     def store(self, state) -> None:
         """The epilogue: output and log-sum-exps."""
@@ -351,7 +248,7 @@ class Consumer:
         state, launch = flash2.State(m, total, sums), program.plan.launch
         output, log = by_name.finish(state, self.spec, launch, program.o.dtype)
         tile, lse = program.refs.o.at(me), program.refs.lse.ref.at[me]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous tile
+        wait_until_stored()  # of the previous work tile
         plgpu.store(tile.ref, output, optimized=False)
         lse[...] = log
         plgpu.commit_smem()

@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu.forward_program import TilesPlan, schedule, tile_grid
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tile_scheduler import Schedule
 
 ROWS = 128  # of a consumer: all lanes of tensor memory
-# Registers of a thread that loads, and of one that computes.
-REGISTERS = (24, 240)
+# Registers of a thread that loads, and of one that computes, by consumers.
+REGISTERS = {1: (24, 240), 2: (24, 240)}
 
 
 @jax.tree_util.register_dataclass
@@ -102,22 +101,11 @@ def columns(blocks: Blocks, value_size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is chosen for a call before its kernel is traced.
+class Plan(TilesPlan):
+    """The plan of this kernel."""
 
-    Attributes:
-      launch: blocks and arithmetic.
-      layout: of the grid of work tiles.
-      schedule: which thread blocks compute which work tiles.
-      heads: head sizes, by axis.
-      dtype: of queries, keys and values.
-    """
-
-    launch: Launch
-    layout: memory.TileGrid
-    schedule: Schedule
-    heads: dict[str, int]
-    dtype: Any
+    rows = ROWS
+    registers = REGISTERS
 
     @classmethod
     def of(
@@ -128,25 +116,11 @@ class Plan:
         launch: Launch,
     ) -> Plan:
         """The plan of a call, whose arguments are those of `forward`."""
-        arrays = [*operands, *jax.tree.leaves(spec), *outputs]
-        layout = memory.TileGrid.of(
-            "forward", arrays, launch, by_block=spec.traits.cost_grows
-        )
-        schedule = Schedule.of(
-            layout.tiles, device.multiprocessors(), uniform_cost=True
-        )
-        heads = {name: layout.size[name] for name in ("h", "d")}
-        return cls(launch, layout, schedule, heads, operands[0].dtype)
-
-    @property
-    def consumers(self) -> int:
-        """How many warpgroups compute. One more loads: the producer."""
-        return self.launch.blocks.block_q // ROWS
-
-    @property
-    def block_kv(self) -> int:
-        return self.launch.blocks.block_kv
+        layout = tile_grid(operands, spec, outputs, launch)
+        consumers, dtype = launch.blocks.block_q // ROWS, operands[0].dtype
+        tiles = schedule(layout, uniform_cost=True)
+        return cls(launch, layout, consumers, dtype, tiles)
 
     def declare(self) -> Refs:
-        heads = self.heads["h"], self.heads["d"]
+        heads = self.width["h"], self.width["d"]
         return declare(self.launch.blocks, heads, self.dtype, self.layout.size)

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
 from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.hopper.forward import forward as forward_kernel
+from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 MAX_HEAD_SIZE = 256
@@ -47,17 +48,15 @@ lowering_context = support.lowering_context
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan(Plan):
-    """Of a pass.
+class _Plan(PassPlan):
+    """The plan of a pass.
 
     Attributes:
-      launch: blocks and the rest of its kernel.
       slower: why the next backend is faster, or None.
       words: how the work is divided.
       dq: of the kernel for the gradient of query, if that is one of its own.
     """
 
-    launch: Launch
     slower: str | None = None
     words: tuple[str, ...] = ()
     dq: Launch | None = None
@@ -185,9 +184,9 @@ def _programs(call: Call) -> float:
     return blocks * math.prod(others) / device.multiprocessors()
 
 
-def forward(plan: _Plan | fp8_plan.ForwardPlan, call: Call, outputs):
+def forward(plan: PassPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
-    if isinstance(plan, fp8_plan.ForwardPlan):
+    if call.is_quantised:
         return fp8.forward(plan, call, outputs)
     spec = pairwise.in_words(call.spec, "s").with_keys(call.size["s"])
     spec = _with_table(spec, plan.launch.blocks, call.size)

@@ -62,6 +62,7 @@ from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.backward_consumer import compute
 from pallas_kernels.mosaic_gpu.hopper.backward_plan import Plan, Program, Refs
 from pallas_kernels.mosaic_gpu.hopper.gradients import Inputs, Saved
+from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
 
@@ -98,7 +99,7 @@ def backward(
     ]
     inputs = inputs.with_visits(layout)
     dq, *dkv = plan.call(
-        _kernel,
+        by_role(Program.of, _produce, compute),
         inputs,
         results,
         refs=Refs.declare(plan),
@@ -122,11 +123,6 @@ def _of_written(dq: Named, met: Named) -> Named:
         axis = dq.axes.index(_ACCUMULATOR)
         number = lax.broadcasted_iota(jnp.int32, dq.shape, axis)
     return Named(jnp.where(met.to(axes) > number, dq.value, 0.0), dq.axes)
-
-
-def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.of(plan, inputs, outputs, refs)
-    gradients.run_roles(program, _produce, compute)
 
 
 def _produce(program: Program) -> None:
@@ -167,7 +163,7 @@ def _add_tile(program: Program, tile) -> None:
     def _():
         plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_until_stored()
     plgpu.barrier_arrive(refs.dq_empty.at[stage])
     plgpu.wait_smem_to_gmem(0)
     plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")

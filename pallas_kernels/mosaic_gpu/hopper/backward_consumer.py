@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.mosaic_gpu.plan import wait_until_stored
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Place
 from pallas_kernels.program import Where
@@ -325,6 +326,6 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
 
     store(refs.k, dk * program.spec.gradient_unit, dk_out)
     if in_float32:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        wait_until_stored()
     store(refs.v, dv * program.spec.dropout_scale, dv_out)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_until_stored()

@@ -33,6 +33,7 @@ from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Saved
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.plan import by_role
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import Where, element, tile_program
 
@@ -74,7 +75,7 @@ def dbias(
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
-        _kernel,
+        by_role(Program.of, _load, _compute),
         inputs,
         [division.partial(output, layout.parts)],
         refs=Refs.declare(plan),
@@ -178,11 +179,6 @@ class Program(gradients.Program):
         layout = self.plan.layout
         spec, here, _, needed = element(spec, self.where, layout, index)
         return spec, {**here, **self.key_rows}, needed
-
-
-def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.of(plan, inputs, outputs, refs)
-    gradients.run_roles(program, _load, _compute)
 
 
 def _load(program: Program) -> None:

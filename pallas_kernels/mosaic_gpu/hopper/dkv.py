@@ -44,6 +44,7 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
     Saved,
     declare_stages,
 )
+from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 
 CONSUMERS = 2
@@ -71,7 +72,7 @@ def dkv(
     in_float32 = results[0].dtype != k.dtype
     plan = Plan(launch, layout, CONSUMERS, q.dtype, in_float32)
     found = plan.call(
-        _kernel,
+        by_role(Program.start, gradients.load, _compute),
         inputs.with_visits(layout),
         results,
         refs=Refs.declare(plan),
@@ -225,11 +226,6 @@ class Consumer(gradients.Consumer):
         return cls(program, spec, count, columns)
 
 
-def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.start(plan, inputs, outputs, refs)
-    gradients.run_roles(program, gradients.load, _compute)
-
-
 def _compute(program: Program) -> None:
     """The role of a consumer: it makes its columns of dk and dv."""
     consumer, plan = Consumer.start(program), program.plan
@@ -361,4 +357,4 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     def _():
         plgpu.copy_smem_to_gmem(refs.dk, dk_out.at(program.block))
         plgpu.copy_smem_to_gmem(refs.dv, dv_out.at(program.block))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        wait_until_stored()

@@ -38,6 +38,7 @@ from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32, Inputs, Plan, Saved
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
+from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import Where, key_blocks, query_rows, query_start
 
@@ -63,7 +64,7 @@ def dq(
     layout = memory.TileGrid.of("dq", operands, launch, by_block=by_block)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype)
     (found,) = plan.call(
-        _kernel,
+        by_role(Program.of, _load, _compute),
         inputs,
         [output],
         refs=Refs.declare(plan),
@@ -173,11 +174,6 @@ class Consumer(gradients.Consumer):
         plgpu.wgmma(qk_acc, self.tile(q, i), support.transposed(k))
 
 
-def _kernel(plan: Plan, inputs: Inputs, outputs, refs) -> None:
-    program = Program.of(plan, inputs, outputs, refs)
-    gradients.run_roles(program, _load, _compute)
-
-
 def _load(program: Program) -> None:
     """The role of the producer: keys and values, block by block."""
 
@@ -279,4 +275,4 @@ def _store(consumer: Consumer, total: jax.Array) -> None:
     tile[...] = total.astype(output.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, output.at(consumer.where))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    wait_until_stored()

@@ -12,10 +12,10 @@ It has warpgroups that compute, of 64 query rows each, and one that only loads:
     consumer 0   products | softmax  | products | softmax  | ...      | store
     consumer 1            | products | softmax  | products | softmax  | ...
 
-The producer (`load`) brings keys and values into two pipelines, in the order of
-`Range.at`. It runs on into the next work tile while the previous one is computed and
-stored. A consumer (`compute`) brings its own queries, goes through the keys
-(`forward_loop.KeyLoop`), and stores its output.
+The producer (`forward_program.load`) brings keys and values into two pipelines, in the
+order of `Range.at`. It runs on into the next work tile while the previous one is
+computed and stored. A consumer (`compute`) brings its own queries, goes through the
+keys (`forward_loop.KeyLoop`), and stores its output.
 
 First come the edges: the blocks in which pairs may be masked, or one block if there
 are none. They have a running maximum (`flash2.update`). Then come all the others, with
@@ -23,8 +23,9 @@ the maximum fixed, as in `flash2.accumulate`. A mask with an element for each pa
 mask some pairs of any block: then only the first block has a running maximum.
 
 A row may leave the range in which a fixed maximum is exact (`flash2.in_range`). Its
-warpgroup then stores nothing. After its final work tile, the thread block goes through
-the unfinished ones again, in a pass with running maxima alone: the final retry.
+warpgroup then stores nothing. After its last work tile, the thread block goes through
+the unfinished ones again (`retries.run_passes`), with running maxima alone: the final
+retry.
 
 Unattended keys are those beyond a length, and those that a mask keeps for no query.
 Their values may be NaN, and 0 times NaN is NaN. Where a call may have such keys
@@ -60,7 +61,6 @@ there is room, values of two bytes with an element for each pair come by TMA too
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, prefetch, support
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu.forward_program import load
 from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
-from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs
-from pallas_kernels.mosaic_gpu.hopper.forward_program import Program, WorkTile
+from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
+from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
 from pallas_kernels.mosaic_gpu.hopper.forward_retry import RetryLoop
-from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
+from pallas_kernels.mosaic_gpu.hopper.retries import fetch_queries, run_passes, store
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
 from pallas_kernels.program import Where, query_rows
 
@@ -99,108 +102,22 @@ def forward(
       launch: block sizes and the rest.
     """
     plan = Plan.of((q, k, v), spec, outputs, launch)
-
-    def kernel(inputs, outputs, refs: Refs):
-        program = Program.of(plan, inputs, outputs, refs)
-        is_producer = program.warpgroup == plan.consumers
-        pl.when(is_producer)(functools.partial(load, program))
-        is_consumer = program.warpgroup < plan.consumers
-        pl.when(is_consumer)(functools.partial(compute, program))
-
-    found = memory.call(
-        kernel,
-        plan.layout,
+    found = plan.call(
+        by_role(Program.of, load, compute),
         (q, k, v, spec),
         outputs,
-        block=plan.view_blocks,
-        tiles=plan.heads,
-        scratch=plan.storage.declare(),
-        warpgroups=plan.consumers + 1,
+        refs=plan.storage.declare(),
         name="flash2_forward",
-        programs=plan.schedule.thread_blocks,
     )
     return tuple(x.value for x in found)
 
 
-# The producer.
-
-
-def load(program: Program) -> None:
-    """The producer: it loads keys, values and tiles of pair values of all passes.
-
-    In the first pass it also takes the work tiles of a dynamic schedule.
-    """
-    scheduler = program.scheduler
-    plgpu.set_max_registers(REGISTERS[program.plan.consumers][0], action="decrease")
-
-    def first_pass(slot, loaded):
-        loaded = load_tile(program, slot, loaded)
-        scheduler.take(slot + 1)
-        return loaded
-
-    def retry(number, is_final, loaded):
-        del is_final
-        visit = functools.partial(load_tile, program)
-        return program.unfinished(number).fold(visit, loaded)
-
-    scheduler.take(0)
-    program.retries(retry, scheduler.fold(first_pass, jnp.int32(0)))
-
-
-def load_tile(program: Program, slot, loaded):
-    """Fills the pipelines with keys, values and pair values of a work tile.
-
-    Args:
-      slot: of the thread block, which has the work tile.
-      loaded: how many blocks of keys were loaded before.
-
-    Returns:
-      How many have been loaded now.
-    """
-    refs, consumers = program.refs, program.plan.consumers
-    tile = program.work_tile(slot)
-    blocks, count = program.key_blocks(tile)
-
-    @pl.loop(0, count)
-    def _(i):
-        keys = program.keys_at(tile.where, blocks.at(i)[1])
-        refs.k.fill(loaded + i, program.k.at(keys))
-        refs.v.fill(loaded + i, program.v.at(keys))
-        if refs.pair_values is None:
-            return
-        (pair_values,) = prefetch.pair_values(program.spec)
-        for own in range(consumers):
-            rows = {"t": Rows(tile.start + own * ROWS, ROWS)}
-            use = (loaded + i) * consumers + own
-            refs.pair_values.fill(use, pair_values.at({**keys, **rows}))
-
-    return loaded + count
-
-
-# The consumers.
-
-
 def compute(program: Program) -> None:
     """A consumer: it computes and stores 64 rows of each work tile."""
-    plan, scheduler, refs = program.plan, program.scheduler, program.refs
-    me = program.warpgroup
-    plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
-    parts = support.COLUMNS if plan.storage.largest else None
+    parts = support.COLUMNS if program.plan.storage.largest else None
     no_keys = flash2.init([ROWS], 1, top_parts=parts)
-
-    def retry(number, is_final, state):
-        refs.tile_words.ref[number * plan.consumers + me] = state[1]
-        plgpu.barrier_arrive(refs.pass_done.at[number])
-        tiles = program.unfinished(number)
-        visit = functools.partial(attend, program, no_keys, tiles, is_final)
-        return tiles.fold(visit, state)
-
-    plan.ping_pong.start(me)
-    scheduler.wait_for(0)
-    visit = functools.partial(attend, program, no_keys, scheduler, None)
-    nothing = jnp.int32(0), jnp.int32(0)
-    program.retries(retry, scheduler.fold(visit, nothing))
-    wait_until_stored()
+    visit = functools.partial(attend, program, no_keys)
+    run_passes(program, visit, jnp.int32(0), jnp.int32(0))
 
 
 def attend(
@@ -228,12 +145,12 @@ def attend(
     first, unfinished = state
     is_first_pass = is_final is None
     tile = program.work_tile(slot)
-    blocks, count = program.key_blocks(tile)
+    keys = program.key_blocks(tile).counted()
     start = tile.start + me * ROWS
-    edges = 1 if plan.one_edge else blocks.edges
+    edges = 1 if plan.one_edge else keys.blocks.edges
     running = 1 if plan.one_running else edges
     if not is_first_pass:
-        running += is_final * (count - running)
+        running += is_final * (keys.count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
@@ -251,15 +168,14 @@ def attend(
         program,
         spec,
         where,
-        blocks,
+        keys,
         first=first,
-        count=count,
         edges=edges,
         running=running,
         queries_read=fetch_next if plan.output_columns else lambda: None,
         no_keys=no_keys,
     )
-    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.heads["d"]), jnp.float32)
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.width["d"]), jnp.float32)
     sums = pl.run_scoped(loop.run, accumulator)
 
     good = is_right(loop, sums, start, is_first_pass)
@@ -268,22 +184,11 @@ def attend(
     else:
         good &= has(unfinished, slot)
         unfinished &= ~(good.astype(jnp.int32) << slot)
-    pl.when(good)(functools.partial(store, program, spec, where, sums))
+    pl.when(good)(functools.partial(store_sums, program, spec, where, sums))
     if not plan.output_columns:
         wait_until_stored()
         fetch_next()
-    return first + count, unfinished
-
-
-def fetch_queries(program: Program, tile: WorkTile) -> None:
-    """Loads this warpgroup's queries of a work tile."""
-    me = program.warpgroup
-    rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
-    # A fence between this warpgroup's accesses to shared memory and those of TMA, then
-    # a barrier of the warpgroup: all of its warps have read the previous queries.
-    plgpu.commit_smem()
-    queries, full = program.refs.q.copied.at[me], program.refs.q_full.at[me]
-    plgpu.copy_gmem_to_smem(program.q.at(rows), queries, full)
+    return first + keys.count, unfinished
 
 
 def is_right(
@@ -308,7 +213,7 @@ def is_right(
     return good
 
 
-def store(
+def store_sums(
     program: Program, spec: AttentionSpec, where: Where, sums: flash2.State
 ) -> None:
     """The epilogue: the results of this warpgroup's rows.
@@ -319,7 +224,6 @@ def store(
       sums: of all keys of the rows.
     """
     plan, refs, me = program.plan, program.refs, program.warpgroup
-    columns, d = plan.output_columns, plan.heads["d"]
     output, log = flash2.finish(sums, spec.sink, plan.arithmetic)
     assert not isinstance(output, tuple), "heads are not in pieces here"
     output = (output * spec.dropout_scale).astype(program.o.dtype)
@@ -328,23 +232,4 @@ def store(
     if program.largest is not None:
         at = refs.lse.ref.at[plan.consumers + me]
         of_rows += [(at, sums.largest, program.largest)]
-    for at, numbers, _ in of_rows:
-        at[...] = numbers
-    tile = (refs.q if refs.o is None else refs.o).at(me)
-    for first in range(0, d, columns or d):
-        part: Any = output
-        to: Any = program.o.at(where)
-        if 0 < columns < d:
-            some = slice(first, first + columns)
-            part, to = part[:, some], to.at[:, some]
-            wait_until_stored()
-        tile.ref[...] = part
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile.copied, to)
-    for at, _, view in of_rows:
-        plgpu.copy_smem_to_gmem(at, view.at(where))
-
-
-def wait_until_stored() -> None:
-    """Waits until TMA has read the tiles that this warpgroup stores."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    store(program, where, output, of_rows)

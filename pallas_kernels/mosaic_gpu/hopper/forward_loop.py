@@ -25,23 +25,97 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
-from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import prefetch, support
-from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
+from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks
 from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.program import Where
-from pallas_kernels.program import pairs as pairs_of_block
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyLoop:
+class RowsLoop:
     """A warpgroup's rows of a work tile, and the blocks of keys that they attend.
 
     Blocks are numbered in the order in which the pipelines bring them, over all work
-    tiles. This one's are the `count` blocks from number `first` on:
+    tiles. This one's are the `count` blocks from number `first` on.
+
+    Attributes:
+      program: the warpgroup's.
+      spec: with what these rows have loaded.
+      where: head and batch entry, and which rows these are.
+      keys: the blocks of keys.
+      first: number of the first block.
+      running: how many blocks are taken with a running maximum.
+      queries_read: called when no more products read the queries.
+    """
+
+    program: Any
+    spec: AttentionSpec
+    where: Where
+    keys: KeyBlocks
+    first: Any
+    running: Any
+    queries_read: Callable[[], None]
+
+    @property
+    def plan(self):
+        return self.program.plan
+
+    @property
+    def count(self) -> jax.Array:
+        """How many blocks there are."""
+        return self.keys.count
+
+    def keys_at(self, i) -> Where:
+        """Where these rows and the keys of block i lie."""
+        return {**self.where, "s": self.keys.at(i - self.first)}
+
+    def products(self, i, before_wait: Callable | None = None) -> jax.Array:
+        """Products of the queries and the keys of block i.
+
+        Args:
+          before_wait: issues products that run on after those of queries and keys.
+        """
+        refs, me = self.program.refs, self.program.warpgroup
+        ping_pong = self.plan.ping_pong
+
+        def issue(qk):
+            refs.k.wait(i)
+            ping_pong.wait(me)
+            # Else addresses of all parts of the queries stay in registers.
+            queries = refs.q.ref.at[support.keep_in_loop(me, i)]
+            plgpu.wgmma(qk, queries, support.transposed(refs.k.at(i).ref))
+            if before_wait is not None:
+                before_wait()
+            ping_pong.pass_on(me)
+            wait_n = 0 if before_wait is None else 1
+            return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
+
+        shape = ROWS, self.plan.block_kv
+        qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        refs.k.release(i)
+        return qk
+
+    def add_values(self, acc, i, p) -> None:
+        """Issues the product of probabilities and values of block i."""
+        self.program.refs.v.wait(i)
+        plgpu.wgmma(acc, p, self.values_at(i))
+
+    def values_at(self, i):
+        """Values of block i as a product reads them, [block_kv, Hv]."""
+        return self.program.refs.v.at(i).ref
+
+    def finish_values(self, i) -> None:
+        """Waits for the product with values of block i, and releases their stage."""
+        plgpu.wgmma_wait(0)
+        self.program.refs.v.release(i)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLoop(RowsLoop):
+    """The way of the forward kernel's rows through their keys.
 
         block    first    first + running    first + edges    first + count
         maximum    |   running   |               fixed               |
@@ -51,32 +125,13 @@ class KeyLoop:
     `Plan.one_running`, else it is `edges`, and in the final retry it is `count`.
 
     Attributes:
-      program: the warpgroup's.
-      spec: with what these rows have loaded.
-      where: head and batch entry, and which rows these are.
-      blocks: the range of blocks of keys.
-      first: number of the first block.
-      count: how many blocks there are.
       edges: in how many blocks pairs may be masked.
-      running: how many blocks are taken with a running maximum.
-      queries_read: called when no more products read the queries.
       no_keys: the state of rows that have met no keys.
     """
 
     program: Program
-    spec: AttentionSpec
-    where: Where
-    blocks: Visited
-    first: Any
-    count: Any
     edges: Any
-    running: Any
-    queries_read: Callable[[], None]
     no_keys: flash2.State
-
-    @property
-    def plan(self) -> Plan:
-        return self.program.plan
 
     def run(self, acc) -> flash2.State:
         """Goes through the keys.
@@ -107,8 +162,8 @@ class KeyLoop:
             state = lax.fori_loop(first + self.edges, last + 1, step, state)
         total, p, top = state
         self.queries_read()
-        self._add_values(acc, last, p)
-        self._finish_values(last)
+        self.add_values(acc, last, p)
+        self.finish_values(last)
         return flash2.State(m, total, acc[...], top)
 
     def _running_step(self, acc, i, state):
@@ -118,11 +173,11 @@ class KeyLoop:
         i = support.opaque(i)
         m, total, p = state
         scores, value_operand = self._scores(
-            True, i, lambda: self._add_values(acc, i - 1, p)
+            True, i, lambda: self.add_values(acc, i - 1, p)
         )
         m, alpha, p = flash2.update(m, scores, self.plan.arithmetic)
-        self._finish_values(i - 1)
-        acc[...] = acc[...] * self._along(alpha, self.plan.heads["d"])
+        self.finish_values(i - 1)
+        acc[...] = acc[...] * self.plan.along(alpha, self.plan.width["d"])
         total = flash2.add_row_sums(total * alpha, p)
         return m, total, value_operand(p)
 
@@ -136,17 +191,14 @@ class KeyLoop:
         i = support.opaque(i)
         total, p, top = state
         scores, value_operand = self._scores(
-            masked, i, lambda: self._add_values(acc, i - 1, p)
+            masked, i, lambda: self.add_values(acc, i - 1, p)
         )
-        shift = self._along(shift, self.plan.block_kv)
+        shift = self.plan.along(shift, self.plan.block_kv)
         p = flash2.probabilities(scores, shift, self.plan.arithmetic)
         total = flash2.add_row_sums(total, p)
         top = larger(top, p)
-        self._finish_values(i - 1)
+        self.finish_values(i - 1)
         return total, value_operand(p), top
-
-    def _along(self, x: jax.Array, columns: int) -> jax.Array:
-        return self.plan.arithmetic.along(x, -2, (ROWS, columns))
 
     # Scores.
 
@@ -161,76 +213,36 @@ class KeyLoop:
           The scores, and a function that makes the operand which meets the values of
           probabilities.
         """
-        qk, pairs = self._block(masked, i, before_wait)
-        value_operand = functools.partial(self._value_operand, pairs)
+        qk, pairs = self.block(masked, i, before_wait)
+        value_operand = functools.partial(self.operand, pairs)
         return pairs.scores_of(qk, self.program.q.dtype), value_operand
 
-    def _block(
+    def block(
         self, masked: bool, i, before_wait: Callable | None = None
     ) -> tuple[jax.Array, Pairs]:
         """Products of queries and keys of block i, and its pairs: as `_scores`."""
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
-        qk = self._products(i, before_wait)
+        qk = self.products(i, before_wait)
         return qk, self._pairs(masked, i) if pairs is None else pairs
-
-    def _products(self, i, before_wait: Callable | None = None) -> jax.Array:
-        """Products of the queries and the keys of block i."""
-        refs, me = self.program.refs, self.program.warpgroup
-        ping_pong = self.plan.ping_pong
-
-        def issue(qk):
-            refs.k.wait(i)
-            ping_pong.wait(me)
-            # Else addresses of all parts of the queries stay in registers.
-            queries = refs.q.ref.at[support.keep_in_loop(me, i)]
-            plgpu.wgmma(qk, queries, support.transposed(refs.k.at(i).ref))
-            if before_wait is not None:
-                before_wait()
-            ping_pong.pass_on(me)
-            wait_n = 0 if before_wait is None else 1
-            return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
-
-        shape = ROWS, self.plan.block_kv
-        qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        refs.k.release(i)
-        return qk
 
     def _pairs(self, masked: bool, i) -> Pairs:
         """The pairs of these rows and block i, with what they have loaded."""
         plan, pipeline = self.plan, self.program.refs.pair_values
-        keys = self._keys_at(i)
+        keys = self.keys_at(i)
         if pipeline is None:
-            return pairs_of_block(self.spec, keys, ("t", "s"), masked, plan.launch)
+            return plan.pairs(self.spec, keys, masked)
         use = i * plan.consumers + self.program.warpgroup
         pipeline.wait(use)
         spec = prefetch.with_pair_tile(self.spec, pipeline.at(use).ref)
-        pairs = pairs_of_block(spec, keys, ("t", "s"), masked, plan.launch)
+        pairs = plan.pairs(spec, keys, masked)
         pipeline.release(use, loaded=True)
         return pairs
 
-    def _keys_at(self, i) -> Where:
-        """Where these rows and the keys of block i lie."""
-        block = self.blocks.at(i - self.first)[1]
-        return self.program.keys_at(self.where, block)
-
-    # Values.
-
-    def _value_operand(self, pairs: Pairs, p: jax.Array) -> jax.Array:
+    def operand(self, pairs: Pairs, p: jax.Array) -> jax.Array:
         """What meets the values: probabilities after dropout, in their type."""
         return pairs.drop(p).astype(self.program.v.dtype)
-
-    def _add_values(self, acc, i, p) -> None:
-        """Issues the product of probabilities and values of block i."""
-        values = self.program.refs.v
-        values.wait(i)
-        plgpu.wgmma(acc, p, values.at(i).ref)
-
-    def _finish_values(self, i) -> None:
-        """Waits for the product with values of block i, and releases their stage."""
-        plgpu.wgmma_wait(0)
-        self.program.refs.v.release(i)
 
 
 def _is_one(number) -> bool:

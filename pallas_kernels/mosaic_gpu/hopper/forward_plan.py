@@ -18,19 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, program
 from pallas_kernels.configs import Blocks
-from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
-from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.mosaic_gpu.forward_program import TilesPlan, schedule, tile_grid
+from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES, Schedule
+from pallas_kernels.mosaic_gpu.tile_scheduler import MOST_TILES
 
-MOST_WARPGROUPS = 3  # that compute
 # Most passes over work tiles after the first one.
 MOST_RETRIES = 2
 # A group of barriers has no more.
@@ -119,14 +118,14 @@ class Storage:
 
     def declare(self) -> Refs:
         """Tiles and barriers of a thread block."""
-        consumers, stages = self.consumers, self.blocks.num_stages
+        consumers = self.consumers
         h, d = self.heads
         size = self.size or {"t": 0, "s": 0, "h": h, "d": d}
 
         def key_pipeline(width: int, head: str) -> Pipeline:
-            shape = stages, self.blocks.block_kv, width
+            shape = self.blocks.num_stages, self.blocks.block_kv, width
             tile = support.tile(shape, self.dtype, array=(size["s"], size[head]))
-            return Pipeline.declare(Tile(tile), stages, readers=consumers)
+            return self.pipeline(Tile(tile))
 
         queries = size["t"], size["h"]
         taken, retries = self.taken_tiles, max(self.retries, 1)
@@ -144,6 +143,10 @@ class Storage:
             v=key_pipeline(d, "d"),
             pass_done=plgpu.Barrier(num_barriers=retries, num_arrivals=consumers),
         )
+
+    def pipeline(self, tiles: Tile) -> Pipeline:
+        """Of tiles of keys or values, which all computing warpgroups read."""
+        return Pipeline.declare(tiles, self.blocks.num_stages, readers=self.consumers)
 
     def _output_tile(self, size: Mapping[str, int]) -> Tile | None:
         columns, dtype = self.output_columns, jnp.dtype(self.output_dtype)
@@ -208,8 +211,18 @@ def unfit(blocks: Blocks, heads: tuple[int, int], output_dtype) -> str | None:
         element.
       output_dtype: of the output.
     """
+    if why_not := unfit_rows(blocks):
+        return why_not
+    if blocks.block_kv not in (64, 128, 192, 256):
+        return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
+    storage = Storage(blocks, heads, jnp.bfloat16, output_dtype).with_output_tile()
+    return shared_memory.unfit(blocks, storage.declare())
+
+
+def unfit_rows(blocks: Blocks) -> str | None:
+    """Why no kernel with passes can have these warpgroups and stages, or None."""
     warpgroups, rest = divmod(blocks.block_q, ROWS)
-    if rest or not 1 <= warpgroups <= MOST_WARPGROUPS:
+    if rest or warpgroups not in REGISTERS:
         return f"block_q={blocks.block_q} is not 64, 128 or 192"
     each = f"each {ROWS} rows of block_q={blocks.block_q}"
     if blocks.num_warps != 4 * warpgroups:
@@ -218,32 +231,40 @@ def unfit(blocks: Blocks, heads: tuple[int, int], output_dtype) -> str | None:
         return f"num_stages={blocks.num_stages} is less than one for {each}"
     if blocks.num_stages > _MOST_STAGES:
         return f"num_stages={blocks.num_stages} is more than {_MOST_STAGES}"
-    if blocks.block_kv not in (64, 128, 192, 256):
-        return f"block_kv={blocks.block_kv} is not 64, 128, 192 or 256"
-    storage = Storage(blocks, heads, jnp.bfloat16, output_dtype).with_output_tile()
-    if not storage.fits:
-        need, limit = -(-storage.num_bytes >> 10), device.shared_memory_limit()
-        return (
-            f"{blocks} needs {need} KiB of shared memory and this GPU has {limit >> 10}"
-        )
-    for name in ("max_registers", "left_in_registers"):
-        if getattr(blocks, name):
-            return f"{name} is for the Triton kernels"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PassesPlan(TilesPlan):
+    """The plan of a kernel with passes over work tiles (`retries`).
+
+    Attributes:
+      storage: what shared memory holds.
+      ping_pong: turns of the computing warpgroups.
+    """
+
+    storage: Storage
+    ping_pong: PingPong
+
+    registers = REGISTERS
+
+    @property
+    def output_columns(self) -> int:
+        return self.storage.output_columns
+
+    @property
+    def width(self) -> dict[str, int]:
+        return dict(zip("hd", self.storage.heads, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(PassesPlan):
     """What is chosen for a call before its kernel is traced.
 
     A block of keys is taken with a running maximum (`flash2.update`), or with a fixed
     one, as in `flash2.accumulate`: see `forward`.
 
     Attributes:
-      launch: blocks and arithmetic.
-      layout: of the grid of work tiles.
-      schedule: which thread blocks compute which work tiles.
-      storage: what shared memory holds.
       all_running: 1 if every block is taken with a running maximum in the first pass,
         else 0.
       one_running: whether only the first block has a running maximum, in the first pass
@@ -252,20 +273,14 @@ class Plan:
       drops_keys: whether there may be keys that no query attends.
       loads_first: whether operands of keys or pairs are loaded from global memory while
         the product of queries and keys is made.
-      ping_pong: turns of the computing warpgroups.
       values_cleared: where computing warpgroups wait until values have been cleared.
     """
 
-    launch: Launch
-    layout: memory.TileGrid
-    schedule: Schedule
-    storage: Storage
     all_running: int
     one_running: bool
     one_edge: bool
     drops_keys: bool
     loads_first: bool
-    ping_pong: PingPong
     values_cleared: NamedBarrier
 
     @classmethod
@@ -277,24 +292,18 @@ class Plan:
         launch: Launch,
     ) -> Plan:
         """The plan of a call, whose arguments are those of `forward`."""
-        arrays = [*operands, *jax.tree.leaves(spec), *outputs]
-        layout = memory.TileGrid.of(
-            "forward", arrays, launch, by_block=spec.traits.cost_grows
-        )
+        layout = tile_grid(operands, spec, outputs, launch)
         # In ring attention a collective occupies some multiprocessors. Thread blocks
         # that start late must find their tiles taken.
-        schedule = Schedule.of(
-            layout.tiles,
-            device.multiprocessors(),
-            uniform_cost=spec.cost_is_monotone and not spec.is_part,
-        )
+        uniform_cost = spec.cost_is_monotone and not spec.is_part
+        tiles = schedule(layout, uniform_cost=uniform_cost)
         all_running, drops_keys = int(spec.maximum_may_grow), spec.drops_keys
-        dtypes = operands[2].dtype, outputs[0].dtype
-        storage = _storage(spec, layout, dtypes, launch.blocks)
+        dtype = operands[2].dtype
+        storage = _storage(spec, layout, (dtype, outputs[0].dtype), launch.blocks)
         storage = dataclasses.replace(
             storage,
             retries=drops_keys + 1 - all_running,
-            taken_tiles=0 if schedule.is_static else schedule.most_tiles,
+            taken_tiles=tiles.taken_tiles,
         )
         has_list = isinstance(spec.table, BlockList)
         may_drop_pairs = spec.has_mask_of_pairs or has_list
@@ -307,8 +316,11 @@ class Plan:
         return cls(
             launch,
             layout,
-            schedule,
+            storage.consumers,
+            dtype,
+            tiles,
             storage,
+            barriers.ping_pong(storage.consumers),
             all_running,
             # Where masks may drop some pairs of any block, all of them would have a
             # running maximum.
@@ -316,37 +328,8 @@ class Plan:
             one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
             loads_first=storage.pair_values is None and of_keys > 0,
-            ping_pong=barriers.ping_pong(storage.consumers),
             values_cleared=barriers.barrier(storage.consumers),
         )
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return self.launch.arithmetic
-
-    @property
-    def block_kv(self) -> int:
-        return self.launch.blocks.block_kv
-
-    @property
-    def consumers(self) -> int:
-        """How many warpgroups compute. One more loads: the producer."""
-        return self.storage.consumers
-
-    @property
-    def output_columns(self) -> int:
-        return self.storage.output_columns
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """Widths of tiles of heads, by axis."""
-        return dict(zip("hd", self.storage.heads, strict=True))
-
-    @property
-    def view_blocks(self) -> dict[str, int]:
-        """Sizes of the blocks that a computing warpgroup loads, by axis."""
-        _, wider = memory.of_tiles(self.layout.size, self.heads)
-        return {"t": ROWS, "s": self.block_kv, **wider}
 
 
 def have_one_edge(spec: AttentionSpec, layout: memory.TileGrid) -> bool:

@@ -1,119 +1,52 @@
-"""What a forward kernel runs with: operands, shared memory and work tiles."""
+"""What the forward kernel runs with: operands, shared memory and work tiles."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.lists import Visited
-from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Rows
-from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu import memory, prefetch
+from pallas_kernels.mosaic_gpu.forward_program import WorkTile
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs, edges_first
-from pallas_kernels.mosaic_gpu.tile_scheduler import (
-    DynamicTiles,
-    StaticTiles,
-    TileSet,
-    tiles_of,
-)
-from pallas_kernels.program import Where, key_blocks, query_start
+from pallas_kernels.mosaic_gpu.hopper.retries import PassesProgram
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.program import Where
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkTile:
-    """A block of query rows of one head and batch entry.
-
-    Attributes:
-      spec: the call's, with what is a scalar here loaded.
-      where: head and batch entry.
-      start: the first row.
-    """
-
-    spec: AttentionSpec
-    where: Where
-    start: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(PassesProgram):
     """A plan with what its kernel is given, in one warpgroup of a thread block.
 
     Attributes:
-      plan: of the call.
-      q, k, v, o, lse, largest: views of global memory; None if nobody asks for the
-        largest scores.
-      spec: of views, of which nothing is loaded yet.
-      refs: shared memory.
-      warpgroup: the number of this one. The last one is the producer.
-      scheduler: the thread block's work tiles.
+      largest: a view of the largest scores, or None if nobody asks for them.
     """
 
     plan: Plan
-    q: memory.View
-    k: memory.View
-    v: memory.View
-    spec: AttentionSpec
-    o: memory.View
-    lse: memory.View
-    largest: memory.View | None
     refs: Refs
-    warpgroup: jax.Array
-    scheduler: StaticTiles | DynamicTiles
+    largest: memory.View | None
 
     @classmethod
     def of(cls, plan: Plan, inputs, outputs, refs: Refs) -> Program:
-        warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("program")
-        words, taken = refs.tile_words.ref, refs.tile_taken
-        scheduler = tiles_of(plan.schedule, thread_block, words, taken)
-        (q, k, v, spec), (o, lse, *rest) = inputs, outputs
-        views = q, k, v, spec, o, lse
+        o, lse, *rest = outputs
         largest = rest[0] if rest else None
-        return cls(plan, *views, largest, refs, warpgroup, scheduler)
+        return super().of(plan, inputs, (o, lse), refs, largest=largest)
 
-    def work_tile(self, slot) -> WorkTile:
-        """The work tile in a slot of the thread block."""
-        tile = self.scheduler.tile(slot)
-        return WorkTile(*query_start(self.spec, self.plan.layout.at_tile(tile)))
-
-    def key_blocks(self, tile: WorkTile) -> tuple[Visited, jax.Array]:
-        """The blocks of keys that a tile's rows attend, and how many there are.
-
-        All edges of the range come before its full blocks (`Range.at`).
-        """
-        found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
+    def visited(self, found: Visited, is_final) -> Visited:
+        """As of the base: the same in all passes."""
+        del is_final
         blocks = edges_first(found)
         # If all have a running maximum, there is one loop, over edges.
-        blocks = blocks.all_edges() if self.plan.all_running else blocks
-        return blocks, jnp.int32(blocks.count)
+        return blocks.all_edges() if self.plan.all_running else blocks
 
-    def keys_at(self, where: Where, block) -> Where:
-        """Where a block of keys lies."""
-        size = self.plan.block_kv
-        return {**where, "s": Rows(block * size, size)}
-
-    def unfinished(self, retry) -> TileSet:
-        """The tiles that a retry goes through, once the pass before it is done."""
-        plgpu.barrier_wait(self.refs.pass_done.at[retry])
-        consumers, words = self.plan.consumers, self.refs.tile_words.ref
-        first = retry * consumers
-        slots = functools.reduce(
-            operator.or_, (words[first + i] for i in range(consumers))
-        )
-        return TileSet(self.plan.schedule, slots)
-
-    def retries(self, visit: Callable, state):
-        """Runs `state = visit(retry, is_final, state)` for passes after the first.
-
-        In the final one all blocks have a running maximum.
-        """
-        if self.plan.storage.retries < 2:
-            return visit(0, 1, state) if self.plan.storage.retries else state
-        return lax.fori_loop(0, 2, lambda i, state: visit(i, i, state), state)
+    def fill(self, loaded, i, tile: WorkTile, keys: Where) -> None:
+        """As of the base, and values of pairs if TMA brings them."""
+        super().fill(loaded, i, tile, keys)
+        refs, consumers = self.refs, self.plan.consumers
+        if refs.pair_values is None:
+            return
+        (pair_values,) = prefetch.pair_values(self.spec)
+        for own in range(consumers):
+            rows = {"t": Rows(tile.start + own * ROWS, ROWS)}
+            use = (loaded + i) * consumers + own
+            refs.pair_values.fill(use, pair_values.at({**keys, **rows}))

@@ -44,16 +44,15 @@ class RetryLoop(KeyLoop):
     def _step(self, acc, i, state):
         """Block i, and its values."""
         m, total, top = state
-        values = self.program.refs.v
-        values.wait(i)
+        self.program.refs.v.wait(i)
         if self.plan.drops_keys:  # first of all, since it takes the most registers
             self._clear_values(i)
-        qk, pairs = self._block(True, i)
+        qk, pairs = self.block(True, i)
         m, alpha, p = self._softmax(i, m, qk, pairs)
-        acc[...] = acc[...] * self._along(alpha, self.plan.heads["d"])
+        acc[...] = acc[...] * self.plan.along(alpha, self.plan.width["d"])
         total = flash2.add_row_sums(total * alpha, p)
-        plgpu.wgmma(acc, self._value_operand(pairs, p), values.at(i).ref)
-        self._finish_values(i)
+        plgpu.wgmma(acc, self.operand(pairs, p), self.values_at(i))
+        self.finish_values(i)
         return m, total, larger(top, p)
 
     def _softmax(self, i, m: jax.Array, qk: jax.Array, pairs: Pairs):
@@ -65,7 +64,7 @@ class RetryLoop(KeyLoop):
 
         def fixed(masked: bool):
             own = dataclasses.replace(pairs, masked=masked)
-            shift = self._along(flash2.finite(m), self.plan.block_kv)
+            shift = self.plan.along(flash2.finite(m), self.plan.block_kv)
             p = flash2.probabilities(own.scores_of(qk, dtype), shift, arithmetic)
             return m, jnp.ones_like(m), p
 
@@ -85,7 +84,7 @@ class RetryLoop(KeyLoop):
 
         One warpgroup does it for all.
         """
-        tile = self.program.refs.v.at(i).ref
+        tile = self.values_at(i)
         is_first = self.program.warpgroup == 0
         pl.when(is_first)(lambda: clear_keys.clear(tile, self._attended_keys(i)))
         self.plan.values_cleared.sync()
@@ -93,4 +92,4 @@ class RetryLoop(KeyLoop):
     def _attended_keys(self, i) -> jax.Array:
         """Which keys of block i some query may attend, [block_kv]."""
         keys, size = self.program.spec.keys, self.plan.layout.size["s"]
-        return clear_keys.attended_keys(self.spec, keys, self._keys_at(i), size)
+        return clear_keys.attended_keys(self.spec, keys, self.keys_at(i), size)

@@ -14,14 +14,15 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.hopper.fp8_bytes import DTYPE
 from pallas_kernels.mosaic_gpu.hopper.fp8_forward import forward as kernel
-from pallas_kernels.mosaic_gpu.hopper.fp8_plan import ForwardPlan, with_sums
+from pallas_kernels.mosaic_gpu.hopper.fp8_plan import with_sums
 from pallas_kernels.mosaic_gpu.hopper.fp8_program import Scales, unit_of
+from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 # TMA copies rows of values in parts of so many bytes.
 _KEYS = 128
 
 
-def forward(plan: ForwardPlan, call: Call, outputs):
+def forward(plan: PassPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
     spec, size = call.spec, call.size
     blocks = plan.launch.blocks

@@ -43,18 +43,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.hopper.fp8_loop import KeyLoop, wait_until_stored
-from pallas_kernels.mosaic_gpu.hopper.fp8_plan import Plan, Refs
+from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks, load
+from pallas_kernels.mosaic_gpu.hopper.fp8_loop import KeyLoop
+from pallas_kernels.mosaic_gpu.hopper.fp8_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.fp8_program import Program, Scales
-from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
-from pallas_kernels.mosaic_gpu.tile_scheduler import (
-    DynamicTiles,
-    TileSet,
-    has,
-)
-from pallas_kernels.program import query_rows, query_start
+from pallas_kernels.mosaic_gpu.hopper.retries import fetch_queries, run_passes
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.mosaic_gpu.plan import by_role
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
+from pallas_kernels.program import query_rows
 
 # How many tiles have running maxima after one that left the range of a fixed one.
 _WARY = 8
@@ -83,92 +81,28 @@ def forward(
       given: queries, keys and values as the caller has them.
     """
     plan = Plan.of(given, spec, outputs, launch)
-
-    def kernel(inputs, outputs, refs: Refs):
-        program = Program.of(plan, inputs, outputs, refs)
-        is_producer = program.warpgroup == plan.consumers
-        pl.when(is_producer)(functools.partial(load, program))
-        is_consumer = program.warpgroup < plan.consumers
-        pl.when(is_consumer)(functools.partial(compute, program))
-
-    found = memory.call(
-        kernel,
-        plan.layout,
+    found = plan.call(
+        by_role(Program.of, load, compute),
         (q, k, v, spec, scales),
         outputs,
-        block={"t": ROWS, "s": plan.block_kv},
-        tiles={"h": plan.head, "d": plan.head},
-        scratch=plan.storage.declare(),
-        warpgroups=plan.consumers + 1,
+        refs=plan.storage.declare(),
         name="flash2_forward_fp8",
-        programs=plan.schedule.thread_blocks,
     )
     return tuple(x.value for x in found)
 
 
-# The producer.
-
-
-def load(program: Program) -> None:
-    """The producer: it loads keys and values of all work tiles, in both passes."""
-    plan, scheduler = program.plan, program.scheduler
-    plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
-
-    def first_pass(slot, loaded):
-        loaded = load_tile(program, 0, slot, loaded)
-        scheduler.take(slot + 1)
-        return loaded
-
-    scheduler.take(0)
-    loaded = scheduler.fold(first_pass, jnp.int32(0))
-    again = functools.partial(load_tile, program, 1)
-    program.unfinished().fold(again, loaded)
-
-
-def load_tile(program: Program, all_running: int, slot, loaded):
-    """Fills the pipelines with keys and values of a work tile.
-
-    Returns:
-      How many blocks have been loaded now, of `loaded` before.
-    """
-    refs, tile = program.refs, program.work_tile(slot, all_running)
-
-    @pl.loop(0, tile.count)
-    def _(i):
-        keys = tile.keys_at(i)
-        refs.k.fill(loaded + i, program.k.at(keys))
-        refs.v.fill(loaded + i, program.v.at(keys))
-
-    return loaded + tile.count
-
-
-# The consumers.
-
-
 def compute(program: Program) -> None:
     """A consumer: it computes and stores 64 rows of each work tile."""
-    plan, scheduler, refs = program.plan, program.scheduler, program.refs
-    me = program.warpgroup
-    plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
-    plan.ping_pong.start(me)
-    scheduler.wait_for(0)
-    nothing = jnp.int32(0), jnp.int32(0), jnp.int32(0)
-    state = scheduler.fold(functools.partial(attend, program, scheduler, 0), nothing)
-    refs.tile_words.ref[me] = state[1]
-    plgpu.barrier_arrive(refs.pass_done.at[0])
-    tiles = program.unfinished()
-    tiles.fold(functools.partial(attend, program, tiles, 1), state)
-    wait_until_stored()
+    zero = jnp.int32(0)
+    run_passes(program, functools.partial(attend, program), zero, zero, zero)
 
 
-def attend(
-    program: Program, tiles: TileSet | DynamicTiles, all_running: int, slot, state
-):
+def attend(program: Program, tiles: TileSet | DynamicTiles, is_final, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:
       tiles: those of the pass.
-      all_running: 1 in the second pass, 0 in the first.
+      is_final: None in the first pass, 1 in the second.
       slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, the set of tiles that this
         warpgroup has not finished, and how many of the next ones have running maxima.
@@ -178,28 +112,33 @@ def attend(
     """
     plan, me = program.plan, program.warpgroup
     first, unfinished, wary = state
-    tile = program.work_tile(slot, all_running)
+    all_running = is_final is not None
+    tile = program.work_tile(slot)
+    keys = program.key_blocks(tile, is_final)
     start = tile.start + me * ROWS
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
+
+    def fetch(slot):
+        fetch_queries(program, program.work_tile(slot))
 
     def fetch_next():
         if not all_running:
             program.scheduler.wait_for(slot + 1)
-        following = functools.partial(fetch_queries, program, slot + 1)
+        following = functools.partial(fetch, slot + 1)
         pl.when(tiles.has_next(slot))(following)
 
     # If the previous slot has a tile of this pass, that one fetched these queries.
-    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, slot))
+    pl.when(~tiles.has_previous(slot))(functools.partial(fetch, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = KeyLoop(
         program,
-        tile,
         spec,
         where,
+        keys,
+        first,
         unit=program.scales.unit.load((), where),
-        first=first,
-        running=tile.running(plan.running, wary),
-        all_running=bool(all_running),
+        running=running_blocks(keys, plan.running, wary),
+        all_running=all_running,
         queries_read=fetch_next,
     )
     shape = ROWS, plan.storage.value_rows
@@ -214,15 +153,15 @@ def attend(
         if plan.schedule.is_static:
             wary = jnp.maximum(wary - 1, _WARY * bad)
     pl.when(good)(functools.partial(loop.store, rows, values))
-    return first + tile.count, unfinished, wary
+    return first + keys.count, unfinished, wary
 
 
-def fetch_queries(program: Program, slot) -> None:
-    """Loads this warpgroup's queries of the work tile in a slot."""
-    plan, me = program.plan, program.warpgroup
-    layout = plan.layout.at_tile(program.scheduler.tile(slot))
-    _, where, start = query_start(program.spec, layout)
-    rows = {**where, "t": Rows(start + me * ROWS, ROWS)}
-    plgpu.commit_smem()  # all warps have read the previous queries
-    queries, full = program.refs.q.copied.at[me], program.refs.q_full.at[me]
-    plgpu.copy_gmem_to_smem(program.q.at(rows), queries, full)
+def running_blocks(keys: KeyBlocks, more: int, wary) -> jax.Array:
+    """How many blocks, the first ones, have a running maximum in the first pass.
+
+    Args:
+      more: how many beyond the edges.
+      wary: whether it is all of them: a number above 0.
+    """
+    count = keys.count
+    return jnp.where(wary > 0, count, jnp.minimum(keys.edges + more, count))

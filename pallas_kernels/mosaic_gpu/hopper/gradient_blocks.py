@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.layout import Launch
@@ -64,15 +63,15 @@ class _Sizes:
     size: Mapping[str, int]
 
 
-def num_bytes(
+def declared(
     kernel: str,
     blocks: Blocks,
     size: Mapping[str, int],
     *,
     in_float32: bool = False,
     pair_values: Any = None,
-) -> int:
-    """Bytes of shared memory that a kernel allocates, by its own declaration.
+) -> Any:
+    """The shared memory of a kernel (`shared_memory.num_bytes`).
 
     Args:
       kernel: of `FIELDS`.
@@ -85,14 +84,12 @@ def num_bytes(
     known = launch, layout, consumers(kernel, blocks), jnp.bfloat16
     if kernel == "backward":
         options = 1, in_float32, False, False
-        declared = backward_plan.Refs.declare(backward_plan.Plan(*known, *options))
-    elif kernel == "dkv":
-        declared = dkv.Refs.declare(dkv.Plan(*known, in_float32))
-    elif kernel == "dq":
-        declared = dq.Refs.declare(gradients.Plan(*known))
-    else:
-        declared = dbias.Refs.declare(dbias.Plan(*known, pair_values))
-    return shared_memory.num_bytes(declared)
+        return backward_plan.Refs.declare(backward_plan.Plan(*known, *options))
+    if kernel == "dkv":
+        return dkv.Refs.declare(dkv.Plan(*known, in_float32))
+    if kernel == "dq":
+        return dq.Refs.declare(gradients.Plan(*known))
+    return dbias.Refs.declare(dbias.Plan(*known, pair_values))
 
 
 def unfit(
@@ -106,7 +103,7 @@ def unfit(
     """Why a kernel of the backward pass cannot have these blocks, or None.
 
     Args:
-      kernel, size, in_float32, pair_values: as of `num_bytes`.
+      kernel, size, in_float32, pair_values: as of `declared`.
     """
     names = "block_q", "block_kv"
     for name, rows in zip(names, ROWS_OF_BLOCKS[kernel], strict=True):
@@ -125,16 +122,8 @@ def unfit(
     if kernel == "backward" and pipelined and _cuts_a_part(blocks, width["h"]):
         keys = f"half of block_kv={blocks.block_kv}"
         return f"block_q={blocks.block_q} is {keys}, with heads of {size['h']}"
-    need = num_bytes(
-        kernel, blocks, size, in_float32=in_float32, pair_values=pair_values
-    )
-    if need > (limit := device.shared_memory_limit()):
-        need, limit = -(-need >> 10), limit >> 10
-        return f"{blocks} needs {need} KiB of shared memory and this GPU has {limit}"
-    for name in ("max_registers", "left_in_registers"):
-        if getattr(blocks, name):
-            return f"{name} is for the Triton kernels"
-    return None
+    options = {"in_float32": in_float32, "pair_values": pair_values}
+    return shared_memory.unfit(blocks, declared(kernel, blocks, size, **options))
 
 
 def _cuts_a_part(blocks: Blocks, width: int) -> bool:

@@ -1,24 +1,13 @@
 """What the kernels of the backward pass have in common.
 
-A thread block has consumer warpgroups, which compute, and one producer warpgroup, which
-copies. The producer fills the stages of a pipeline in shared memory by TMA, and the
-consumers read and release them (`pipeline.Pipeline`).
-
-A kernel is divided by role. Each kernel file has
-
-- a `Plan`, which is made once, outside of the kernel: blocks, layout, widths of tiles;
-- `Refs`, which is its shared memory and its barriers, declared and then bound;
-- a `Program`, which is what a thread block has: the plan, operands, shared memory, the
-  number of the warpgroup, and which rows are its own;
-- a function for each role: what the producer loads, what a consumer computes and
-  stores.
+`plan` says how a kernel is divided by role.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -33,16 +22,14 @@ from pallas_kernels.core.masks import Tiling
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
-from pallas_kernels.layout import Launch, Rows
-from pallas_kernels.mosaic_gpu import memory, support
+from pallas_kernels.layout import Rows
+from pallas_kernels.mosaic_gpu import memory, plan, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
 from pallas_kernels.mosaic_gpu.hopper import tuning
-from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
 from pallas_kernels.program import Where, key_program, with_end
-from pallas_kernels.program import pairs as pairs_of_block
 
 F32 = jnp.float32
 
@@ -92,41 +79,10 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel of the backward pass decides once, before it is traced.
+class Plan(plan.Plan):
+    """The plan of a kernel of the backward pass."""
 
-    Attributes:
-      launch: the blocks and the rest.
-      layout: how thread blocks divide the call.
-      consumers: how many warpgroups compute; the producer is one more.
-      dtype: of the operands, and of p and dz in products.
-    """
-
-    launch: Launch
-    layout: memory.TileGrid
-    consumers: int
-    dtype: Any
-
-    @property
-    def block_q(self) -> int:
-        return self.launch.blocks.block_q
-
-    @property
-    def block_kv(self) -> int:
-        return self.launch.blocks.block_kv
-
-    @property
-    def stages(self) -> int:
-        """Of the pipeline."""
-        return self.launch.blocks.num_stages
-
-    @property
-    def pair_block(self) -> dict[str, int]:
-        """The block of pairs that a consumer computes: its axes in order, their sizes.
-
-        This one is of a consumer that owns 64 queries.
-        """
-        return {"t": ROWS, "s": self.block_kv}
+    registers = tuning.REGISTERS
 
     @property
     def accumulator(self):
@@ -134,22 +90,8 @@ class Plan:
         rows, columns = self.pair_block.values()
         return plgpu.WGMMAAccumulatorRef((rows, columns), F32)
 
-    def pairs(self, spec: AttentionSpec, where: Where, masked) -> Pairs:
-        """The block of pairs at `where`.
-
-        Args:
-          spec: with what does not vary inside the loop loaded.
-          masked: whether some of them may be masked.
-        """
-        rows, columns = self.pair_block
-        return pairs_of_block(spec, where, (rows, columns), masked, self.launch)
-
     @functools.cached_property
     def width(self) -> dict[str, int]:
-        """Columns of tiles of heads, by axis: `h` of queries and keys, `d` of values.
-
-        Beyond an array a tile holds 0, and nothing of it is written.
-        """
         return tuning.head_tiles(self.layout.size)
 
     @functools.cached_property
@@ -184,62 +126,10 @@ class Plan:
             )
         )
 
-    def call(
-        self,
-        kernel: Callable,
-        inputs: Inputs,
-        results: Sequence[Named],
-        *,
-        refs: Any,
-        name: str,
-    ) -> tuple[Named, ...]:
-        """Runs `kernel(plan, inputs, results, refs)` in every thread block.
-
-        Args:
-          results: shape structs.
-          refs: what `Refs.declare` gave. The kernel gets the same tree, bound.
-          name: of the kernel in profiles.
-        """
-        _, wider = memory.of_tiles(self.layout.size, self.width)
-        return memory.call(
-            functools.partial(kernel, self),
-            self.layout,
-            inputs,
-            tuple(results),
-            block={**self.pair_block, **wider},
-            tiles=self.width,
-            scratch=refs,
-            warpgroups=self.consumers + 1,
-            name=name,
-        )
-
     def sync_consumers(self) -> None:
         """Every consumer waits here for all the others."""
         barriers = NamedBarriers(warpgroups=self.consumers + 1)
         barriers.barrier(self.consumers).sync()
-
-
-def run_roles(program: Program, produce: Callable, consume: Callable) -> None:
-    """Runs the role of this warpgroup: the last one produces, all others consume.
-
-    The producer gives up registers, and the consumers take them.
-
-    Args:
-      program: a thread block.
-      produce, consume: the roles, functions of the thread block.
-    """
-    consumers, warpgroup = program.plan.consumers, program.warpgroup
-    fewer, more = tuning.REGISTERS[consumers]
-
-    @pl.when(warpgroup == consumers)
-    def _():
-        plgpu.set_max_registers(fewer, action="decrease")
-        produce(program)
-
-    @pl.when(warpgroup < consumers)
-    def _():
-        plgpu.set_max_registers(more, action="increase")
-        consume(program)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""What the forward kernels for Hopper do alike: passes over work tiles, and results.
+
+A pass goes through work tiles of a thread block (`tile_scheduler`), the first one
+through all of them. A warpgroup notes which of its rows are unfinished, and stores
+nothing of them. A retry, which is another pass, goes through these tiles again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layout import Rows
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.forward_program import TilesProgram, WorkTile
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
+from pallas_kernels.mosaic_gpu.plan import wait_until_stored
+from pallas_kernels.mosaic_gpu.tile_scheduler import TileSet, tiles_of
+from pallas_kernels.program import Where
+
+
+@dataclasses.dataclass(frozen=True)
+class PassesProgram(TilesProgram):
+    """One with retries, whose Refs have those of `forward_plan.Refs`."""
+
+    @classmethod
+    def scheduler_of(cls, plan, refs, thread_block):
+        words, taken = refs.tile_words.ref, refs.tile_taken
+        return tiles_of(plan.schedule, thread_block, words, taken)
+
+    def unfinished(self, retry) -> TileSet:
+        """The tiles that a retry goes through, once the pass before it is done."""
+        plgpu.barrier_wait(self.refs.pass_done.at[retry])
+        consumers, words = self.plan.consumers, self.refs.tile_words.ref
+        first = retry * consumers
+        slots = functools.reduce(
+            operator.or_, (words[first + i] for i in range(consumers))
+        )
+        return TileSet(self.plan.schedule, slots)
+
+    def retries(self, visit: Callable, state):
+        """Runs `state = visit(retry, is_final, state)` for passes after the first.
+
+        In the final one all blocks have a running maximum.
+        """
+        if self.plan.storage.retries < 2:
+            return visit(0, 1, state) if self.plan.storage.retries else state
+        return lax.fori_loop(0, 2, lambda i, state: visit(i, i, state), state)
+
+
+def run_passes(program: PassesProgram, attend: Callable, *state: jax.Array) -> None:
+    """A consumer's way through the work tiles of all passes.
+
+    Args:
+      attend: computes a work tile, `state = attend(tiles, is_final, slot, state)`, with
+        the tiles of the pass. `is_final` is None in the first pass; of a retry, 1 if it
+        is the final one, else 0.
+      state: how many blocks of keys the pipelines have had, the set of tiles that this
+        warpgroup has not finished, and more.
+    """
+    plan, scheduler, refs = program.plan, program.scheduler, program.refs
+    me = program.warpgroup
+
+    def retry(number, is_final, state):
+        refs.tile_words.ref[number * plan.consumers + me] = state[1]
+        plgpu.barrier_arrive(refs.pass_done.at[number])
+        tiles = program.unfinished(number)
+        return tiles.fold(functools.partial(attend, tiles, is_final), state)
+
+    plan.ping_pong.start(me)
+    scheduler.wait_for(0)
+    first_pass = functools.partial(attend, scheduler, None)
+    program.retries(retry, scheduler.fold(first_pass, state))
+    wait_until_stored()
+
+
+def fetch_queries(program: PassesProgram, tile: WorkTile) -> None:
+    """Loads this warpgroup's queries of a work tile."""
+    me = program.warpgroup
+    rows = {**tile.where, "t": Rows(tile.start + me * ROWS, ROWS)}
+    # A fence between this warpgroup's accesses to shared memory and those of TMA, then
+    # a barrier of the warpgroup: all of its warps have read the previous queries.
+    plgpu.commit_smem()
+    queries, full = program.refs.q.copied.at[me], program.refs.q_full.at[me]
+    plgpu.copy_gmem_to_smem(program.q.at(rows), queries, full)
+
+
+def store(
+    program: PassesProgram,
+    where: Where,
+    output: jax.Array,
+    of_rows: Sequence[tuple[Any, jax.Array, memory.View]],
+) -> None:
+    """Stores the results of this warpgroup's rows, after `wait_until_stored`.
+
+    Args:
+      where: head and batch entry, and which rows these are.
+      output: [ROWS, Hv], in the type of the result.
+      of_rows: a number for each row, with its place in shared memory, and the result.
+    """
+    plan, refs, me = program.plan, program.refs, program.warpgroup
+    columns, d = plan.output_columns, plan.width["d"]
+    for at, numbers, _ in of_rows:
+        at[...] = numbers
+    tile = (refs.q if refs.o is None else refs.o).at(me)
+    for first in range(0, d, columns or d):
+        part: Any = output
+        to: Any = program.o.at(where)
+        if 0 < columns < d:
+            some = slice(first, first + columns)
+            part, to = part[:, some], to.at[:, some]
+            wait_until_stored()
+        tile.ref[...] = part
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile.copied, to)
+    for at, _, view in of_rows:
+        plgpu.copy_smem_to_gmem(at, view.at(where))
