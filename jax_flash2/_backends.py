@@ -38,8 +38,8 @@ class Entry:
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are inside a `custom_vjp`, and have kernels for
         tangents, or those of the first that is.
-      only_by_name: why it serves only calls that name it, and makes only their forward
-        pass; None where it serves others.
+      only_by_name: why it serves only calls that name it, and has a kernel for one of
+        their passes alone; None where it serves others.
     """
 
     module: str
@@ -67,6 +67,9 @@ _NOT_RUN = "not run on a card"
 # not known to be slower than the next, of those that need not be named. What that one
 # does not make of the gradients, the next one of its platform makes.
 BACKENDS = {
+    "mosaic_gpu_tangent": Entry(
+        "pallas_kernels.mosaic_gpu.hopper.forward_mode", "cuda", only_by_name=_NOT_RUN
+    ),
     "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
     "mosaic_gpu_ampere": Entry(
         "pallas_kernels.mosaic_gpu.ampere", "cuda", only_by_name=_NOT_RUN

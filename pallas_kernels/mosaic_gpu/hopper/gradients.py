@@ -187,7 +187,7 @@ class Plan:
     def call(
         self,
         kernel: Callable,
-        inputs: Inputs,
+        inputs: Any,
         results: Sequence[Named],
         *,
         refs: Any,
@@ -196,6 +196,7 @@ class Plan:
         """Runs `kernel(plan, inputs, results, refs)` in every thread block.
 
         Args:
+          inputs: the operands of the kernel, a tree of `Named` arrays.
           results: shape structs.
           refs: what `Refs.declare` gave. The kernel gets the same tree, bound.
           name: of the kernel in profiles.
@@ -257,7 +258,7 @@ class Program:
     """
 
     plan: Any
-    inputs: Inputs
+    inputs: Any
     outputs: Sequence[memory.View]
     refs: Any
     warpgroup: Any
