@@ -121,6 +121,11 @@ class Plan:
         return self.launch.blocks.num_stages
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads or adds, and of one that computes."""
+        return tuning.REGISTERS[self.consumers]
+
+    @property
     def pair_block(self) -> dict[str, int]:
         """The block of pairs that a consumer computes: its axes in order, their sizes.
 
@@ -230,7 +235,7 @@ def run_roles(program: Program, produce: Callable, consume: Callable) -> None:
       produce, consume: the roles, functions of the thread block.
     """
     consumers, warpgroup = program.plan.consumers, program.warpgroup
-    fewer, more = tuning.REGISTERS[consumers]
+    fewer, more = program.plan.registers
 
     @pl.when(warpgroup == consumers)
     def _():
