@@ -3,5 +3,5 @@
 A folder has the kernels of an architecture: `hopper` those that multiply by wgmma,
 `ampere` by mma.sync, `blackwell` by tcgen05. Its files import those of this folder,
 which import none of an architecture's. Those of the last two have not run on a card and
-run only by name (`by_name`).
+run only by name (`by_name`), nor has `hopper.forward_mode`, for tangents.
 """

@@ -69,14 +69,14 @@ def sized(name: str, head: int, **more) -> Case:
 
 ONE = {"batch": (1,), "n": 1, "k": 1}
 PROBLEMS = [
-    pytest.param(sized("lengths", 64, t=90, **ONE), "bfloat16", TWO, id="two stages"),
+    pytest.param(sized("lengths", 64, t=90, **ONE), "bfloat16", TWO, id="two_stages"),
     pytest.param(sized("window_offset", 64), "float16", {}, marks=deep, id="window"),
     pytest.param(
         sized("segments_causal_gqa", 64), "bfloat16", {}, marks=deep, id="segments"
     ),
     pytest.param(sized("lengths", 128), "bfloat16", {}, marks=deep, id="wide"),
     pytest.param(
-        sized("window_empty_rows", 64), "bfloat16", {}, marks=deep, id="empty rows"
+        sized("window_empty_rows", 64), "bfloat16", {}, marks=deep, id="empty_rows"
     ),
 ]
 

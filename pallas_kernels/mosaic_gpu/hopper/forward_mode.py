@@ -18,7 +18,6 @@ from pallas_kernels.core import clear
 from pallas_kernels.core.positions import ALL_ROWS
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import hopper, memory, shared_memory, support
-from pallas_kernels.mosaic_gpu.hopper import gradient_blocks
 from pallas_kernels.mosaic_gpu.hopper import tangent as kernel
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 

@@ -1,4 +1,4 @@
-"""The tangent kernel for Hopper: the tangents of output and log-sum-exp (`core.tangent`).
+"""The tangent kernel for Hopper: tangents of output and log-sum-exp (`core.tangent`).
 
 **Not run on a card** (benchmarks/lab/116-tangents-on-hopper.md). Grid: (query blocks,
 query heads, batch axes). A thread block owns a block of queries and visits the blocks
