@@ -132,7 +132,7 @@ MUTANTS = [
         ),
         (
             "a sink whose tangent nobody makes",
-            "spec.sink is not None or spec.score.terms",
+            "spec.score.terms or set(call.differentiable) - set(_DIFFERENTIABLE)",
             "spec.score.terms",
             f"{HOPPER} -k 'declined and sinks'",
         ),

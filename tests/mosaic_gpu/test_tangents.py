@@ -175,11 +175,11 @@ DECLINED = {
     ),
     "sinks": (
         {"sinks": jnp.zeros(16)},
-        "its kernel has masks, and no sinks and no terms of the score",
+        "its kernel changes no scores, and no sum of a row",
     ),
     "mask": (
         {"mask": jax.ShapeDtypeStruct((8192, 8192), jnp.bool_)},
-        "its kernel has no mask with an element for each pair",
+        "an operand has an element for each pair",
     ),
     "rows": (
         {"config": Config(dq=Blocks(64, 64, 4, 2))},

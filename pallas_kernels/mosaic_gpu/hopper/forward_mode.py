@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 HEAD_SIZES = (64, 128)
 # By head size. Not timed: with them nothing is spilled, and shared memory is full.
 _BLOCKS = {64: Blocks(192, 64, 12, 4), 128: Blocks(128, 64, 8, 2)}
+_DIFFERENTIABLE = ("query", "key", "value")
 _ALL = (True, True, True)
 
 lowering_context = support.lowering_context
@@ -67,10 +68,10 @@ def _unsupported(call: Call) -> str | None:
         return "its kernel has no dropout"
     if spec.lists_blocks:
         return "its kernel walks no lists of blocks"
-    if spec.sink is not None or spec.score.terms or spec.score.operands:
-        return "its kernel has masks, and no sinks and no terms of the score"
-    if spec.has_mask_of_pairs:
-        return "its kernel has no mask with an element for each pair"
+    if spec.score.terms or set(call.differentiable) - set(_DIFFERENTIABLE):
+        return "its kernel changes no scores, and no sum of a row"
+    if any({"t", "s"} <= set(x.axes) for x in jax.tree.leaves(spec)):
+        return "an operand has an element for each pair"
     if spec.is_part or (spec.query_rows, spec.key_rows) != (ALL_ROWS, ALL_ROWS):
         return "its kernel knows no sequence that several devices have"
     return None

@@ -102,11 +102,14 @@ def tangent(
     """
     o, lse = saved
     padded = memory.Filled(lse.value, lse.axes, -jnp.inf)
-    names = ("query", "key", "value")
-    rows = (
-        Operand(x, tangents.get(name)) for x, name in zip((q, k, v), names, strict=True)
+    inputs = Inputs(
+        Operand(q, tangents.get("query")),
+        Operand(k, tangents.get("key")),
+        Operand(v, tangents.get("value")),
+        spec,
+        o,
+        padded,
     )
-    inputs = Inputs(*rows, spec, o, padded)
     arrays = [*jax.tree.leaves(inputs), *outputs]
     layout = memory.TileGrid.of(
         "tangent", arrays, launch, by_block=spec.traits.cost_grows
@@ -281,7 +284,8 @@ class Left(NamedTuple):
 
         Rounded before that, they make the compiler put products in sequence (C7513).
         """
-        return Left(*(x if x is None else x.astype(dtype) for x in self))
+        p = None if self.p is None else self.p.astype(dtype)
+        return Left(self.weighted.astype(dtype), p)
 
 
 @dataclasses.dataclass(frozen=True)
