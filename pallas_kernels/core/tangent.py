@@ -100,8 +100,8 @@ def finish(
     mu = jnp.where(empty, 0.0, sums.mu)
 
     def of_piece(acc, o):
-        taken = arithmetic.along(mu, -2, acc.shape) * o.astype(acc.dtype)
-        found = acc * spec.dropout_scale - taken
+        found = acc * spec.dropout_scale
+        found -= arithmetic.along(mu, -2, acc.shape) * o.astype(acc.dtype)
         return jnp.where(arithmetic.along(empty, -2, acc.shape), 0.0, found)
 
     return jax.tree.map(of_piece, sums.acc, o), mu

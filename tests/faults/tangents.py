@@ -30,8 +30,8 @@ MUTANTS = [
         ("tangents without dropout's scale", "acc * spec.dropout_scale", "acc", RULE),
         (
             "the mean of ds not taken off",
-            "dropout_scale - taken",
-            "dropout_scale",
+            "found -= arithmetic",
+            "found -= 0.0 * arithmetic",
             RULE,
         ),
         (
