@@ -16,6 +16,7 @@ import functools
 import math
 import statistics
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,8 @@ def main() -> None:
         want = np.asarray(exact(operands, tangents, is_causal=is_causal))
         notes = {"forward": ""}
         for peer in [peer for peer in made if peer != "forward"]:
-            _, along = made[peer].call()
+            found: Any = made[peer].call()
+            _, along = found
             error = harness.row_error(np.asarray(along[0, :, -1], np.float32), want)
             is_wrong = not error <= harness.TOLERANCE["bfloat16"]
             wrong |= is_wrong
