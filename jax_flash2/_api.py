@@ -221,7 +221,8 @@ def attention(
         takes the first of the first three that supports the call, unless the next one
         supports it too and is known to be faster. A named implementation runs or
         raises; it never falls back. Only by name: "mosaic_gpu_ampere" and
-        "mosaic_gpu_blackwell", forward kernels that have not run on a card.
+        "mosaic_gpu_blackwell", forward kernels, and "mosaic_gpu_tangent", which is
+        "mosaic_gpu" with a kernel for forward mode. These have not run on a card.
       config: block sizes, or interpreted kernels; see `Config`.
       context: inside `jax.shard_map` or `jax.pmap`, over which devices the rows are
         divided, and how; see `Context`. query, key, value, segment ids and the results

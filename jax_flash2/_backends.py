@@ -38,8 +38,8 @@ class Entry:
       has_tangents: whether its functions are plain JAX, through which JAX can push
         tangents (forward mode); others are inside a `custom_vjp`, and have kernels for
         tangents, or those of the first that is.
-      only_by_name: why it serves only calls that name it, and makes only their forward
-        pass; None where it serves others.
+      only_by_name: why it serves only calls that name it, and has a kernel for one of
+        their passes alone; None where it serves others.
     """
 
     module: str
@@ -62,22 +62,22 @@ class Made(NamedTuple):
     passed_over: dict[str, str]
 
 
-_NOT_RUN = "not run on a card"
+def _not_run(name: str) -> Entry:
+    module = f"pallas_kernels.mosaic_gpu.{name}"
+    return Entry(module, "cuda", only_by_name="not run on a card")
+
+
 # From the fastest on. `implementation=None` picks the first that serves a call and is
 # not known to be slower than the next, of those that need not be named. What that one
 # does not make of the gradients, the next one of its platform makes.
 BACKENDS = {
+    "mosaic_gpu_tangent": _not_run("hopper.forward_mode"),
     "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
-    "mosaic_gpu_ampere": Entry(
-        "pallas_kernels.mosaic_gpu.ampere", "cuda", only_by_name=_NOT_RUN
-    ),
-    "mosaic_gpu_blackwell": Entry(
-        "pallas_kernels.mosaic_gpu.blackwell", "cuda", only_by_name=_NOT_RUN
-    ),
+    "mosaic_gpu_ampere": _not_run("ampere"),
+    "mosaic_gpu_blackwell": _not_run("blackwell"),
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
-_SERVED = "can serve this call"
 # Arguments of `attention` that fields of the score have other names for.
 _ARGUMENTS = {"slopes": "alibi_slopes", "factor": "scale"}
 # The oracle of the tests, quadratic in memory: only by name.
@@ -422,7 +422,7 @@ def _explained(implementation: str | None, call: Call) -> list[str]:
         lines.append(f"error: {error}")
     for name, why_not in reasons(call).items():
         slower = None if why_not else _slower(name, call)
-        text = f"can serve this call, slower: {slower}" if slower else _SERVED
+        text = "can serve this call" + (f", slower: {slower}" if slower else "")
         text = f"{text}, if named{_marked(name)}" if _marked(name) else text
         lines.append(f"  {name}: {why_not or text}")
     lines.append(f"  {REFERENCE}: only when asked for (quadratic memory)")

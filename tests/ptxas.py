@@ -4,6 +4,7 @@
     python -m tests.ptxas backward causal  those whose name has all of these words
     python -m tests.ptxas fp8              those of operands in eight bits
     python -m tests.ptxas ampere 12.0      those of kernels that run only by name
+    python -m tests.ptxas tangent          likewise, of tangents
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
 ptxas says of products: C7510 to C7513, C7514 and C7520 that it put them in
@@ -189,6 +190,20 @@ class ByName:
         return string_attributes(text, "module")
 
 
+def _masks() -> dict[str, tuple[int, dict]]:
+    """Key heads of 16, and arguments, by name: masks that need scalars alone."""
+    lengths = jnp.int32([8192, 99])
+    causal, keys = {"is_causal": True}, {"key_value_seq_lengths": lengths}
+    return {
+        "plain": (16, {}),
+        "causal, 4 key heads": (4, causal),
+        "window": (16, {**causal, "local_window_size": (1000, 0)}),
+        "two-sided window": (16, {"local_window_size": (300, 200)}),
+        "causal lengths": (16, {**causal, **keys}),
+        "lengths": (16, {**keys, "query_seq_lengths": lengths}),
+    }
+
+
 class EightBits(ByName):
     """A forward pass of operands in eight bits."""
 
@@ -232,18 +247,44 @@ def eight_bits() -> dict[str, EightBits]:
     }
 
 
+class Tangent(ByName):
+    """A tangent by a kernel that runs only by name, and the forward pass before it."""
+
+    @property
+    def modules(self) -> list[bytes]:
+        batch, rows, _, size = self.shape
+        q = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((batch, rows, self.key_heads, size), q.dtype)
+        call = functools.partial(
+            attention, **self.arguments, implementation=self.implementation
+        )
+
+        def run(operands, tangents):
+            return jax.jvp(call, operands, tangents)
+
+        with described_as_here(self.capability) as device:
+            text = lower_for_gpu(run, (q, k, k), (q, k, k), device=device)
+        return string_attributes(text, "module")
+
+
+def tangents() -> dict[str, Tangent]:
+    """Tangents by the kernel for Hopper."""
+    segments = jnp.zeros((2, 8192), jnp.int32)
+    others = {
+        "causal": (16, {"is_causal": True}),
+        "segments": (16, {"query_segment_ids": segments}),
+    }
+    return {
+        f"tangent, head size {h}, {name}": Tangent(
+            "mosaic_gpu_tangent", 90, (2, 8192, 16, h), *feature
+        )
+        for h in (64, 128)
+        for name, feature in {**_masks(), **others}.items()
+    }
+
+
 def by_name() -> dict[str, ByName]:
     """Forward passes by kernels that run only by name."""
-    lengths = jnp.int32([8192, 99])
-    causal, keys = {"is_causal": True}, {"key_value_seq_lengths": lengths}
-    features = {
-        "plain": (16, {}),
-        "causal, 4 key heads": (4, causal),
-        "window": (16, {**causal, "local_window_size": (1000, 0)}),
-        "two-sided window": (16, {"local_window_size": (300, 200)}),
-        "causal lengths": (16, {**causal, **keys}),
-        "lengths": (16, {**keys, "query_seq_lengths": lengths}),
-    }
     return {
         f"{architecture} {capability / 10}, head size {h}, {name}": ByName(
             f"mosaic_gpu_{architecture}", capability, (2, 8192, 16, h), *feature
@@ -251,7 +292,7 @@ def by_name() -> dict[str, ByName]:
         for architecture, backend in (("ampere", ampere), ("blackwell", blackwell))
         for capability in backend.CAPABILITIES
         for h in (64, 128)
-        for name, feature in features.items()
+        for name, feature in _masks().items()
     }
 
 
@@ -300,6 +341,8 @@ def main(words: list[str]) -> None:
     words = [word for word in words if word not in passes]
     if "fp8" in words:
         found = eight_bits()
+    elif "tangent" in words:
+        found = tangents()
     else:
         found = by_name() if {"ampere", "blackwell"} & set(words) else variants()
     wanted = {name: x for name, x in found.items() if all(w in name for w in words)}

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core import flash2
+from pallas_kernels.core.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.core.flash2 import Block
 from pallas_kernels.core.pairs import Recomputed
 from pallas_kernels.core.spec import AttentionSpec
@@ -85,7 +86,11 @@ def step(
 
 
 def finish(
-    sums: Sums, spec: AttentionSpec, o: Block, lse: jax.Array
+    sums: Sums,
+    spec: AttentionSpec,
+    o: Block,
+    lse: jax.Array,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[Block, jax.Array]:
     """The tangents of output and log-sum-exp, linear in the sums.
 
@@ -95,7 +100,8 @@ def finish(
     mu = jnp.where(empty, 0.0, sums.mu)
 
     def of_piece(acc, o):
-        found = acc * spec.dropout_scale - mu[..., None] * o.astype(acc.dtype)
-        return jnp.where(empty[..., None], 0.0, found)
+        found = acc * spec.dropout_scale
+        found -= arithmetic.along(mu, -2, acc.shape) * o.astype(acc.dtype)
+        return jnp.where(arithmetic.along(empty, -2, acc.shape), 0.0, found)
 
     return jax.tree.map(of_piece, sums.acc, o), mu

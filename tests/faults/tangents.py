@@ -11,6 +11,8 @@ PARTS = f"{_TESTS} -k keys_in_parts"
 KERNEL = f"{_TESTS} -k tangents_are_a_kernel"
 PRODUCTS = f"{_TESTS} -k absent"
 BLOCKS = f"{_TESTS} -k blocks"
+HOPPER = "tests/mosaic_gpu/test_tangents.py"
+HOPPER_RULE = f"{HOPPER} -k 'error_rule and two_stages'"
 NAN = "tests/kernels/test_masked_rows.py -k 'tangents_are_zero and triton'"
 
 MUTANTS = [
@@ -26,7 +28,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/tangent.py",
         ("tangents without dropout's scale", "acc * spec.dropout_scale", "acc", RULE),
-        ("the mean of ds not taken off", "- mu[..., None] * o", "+ 0.0 * o", RULE),
+        (
+            "the mean of ds not taken off",
+            "found -= arithmetic",
+            "found -= 0.0 * arithmetic",
+            RULE,
+        ),
         (
             "a sink's tangent of the wrong sign",
             '-tangents["sink"]',
@@ -53,7 +60,7 @@ MUTANTS = [
         ),
         (
             "tangents of rows without keys from what their queries hold",
-            "return jnp.where(empty[..., None], 0.0, found)",
+            "return jnp.where(arithmetic.along(empty, -2, acc.shape), 0.0, found)",
             "return found",
             NAN,
         ),
@@ -80,6 +87,60 @@ MUTANTS = [
             "weighted = again.push(dqk, qk, own)",
             "weighted = again.push(dqk, qk, {})",
             RULE,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/tangent.py",
+        (
+            "no tangent of keys on Hopper",
+            "plgpu.wgmma(dqk_acc, q, dk)",
+            "plgpu.wgmma(dqk_acc, q, k)",
+            HOPPER_RULE,
+        ),
+        (
+            "values of the next block for the probabilities of this one",
+            "self._add_values(acc, last, left)",
+            "self._add_values(acc, last - 1, left)",
+            HOPPER_RULE,
+        ),
+        (
+            "mu of one block alone",
+            "return mu + more, following",
+            "return more, following",
+            HOPPER_RULE,
+        ),
+        (
+            "no pair of an edge masked on Hopper",
+            "mu, left = self._pairs(True, first)",
+            "mu, left = self._pairs(False, first)",
+            HOPPER_RULE,
+        ),
+        (
+            "the output's rows taken before they have come",
+            "plgpu.barrier_wait(refs.output_full.at[me])\no =",
+            "o =",
+            f"{HOPPER} -m '' -k padding",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/forward_mode.py",
+        (
+            "tangents of keys beyond a length",
+            'x if name == "query" else clear.unread(call.spec, x)',
+            "x",
+            f"{HOPPER} -m '' -k padding",
+        ),
+        (
+            "a sink whose tangent nobody makes",
+            "spec.score.terms or set(call.differentiable) - set(_DIFFERENTIABLE)",
+            "spec.score.terms",
+            f"{HOPPER} -k 'declined and sinks'",
+        ),
+        (
+            "another's gradients by the backend of tangents",
+            'if pass_ not in ("forward", "tangent"):',
+            "if False:",
+            f"{HOPPER} -k which_pass",
         ),
     ),
     *of(

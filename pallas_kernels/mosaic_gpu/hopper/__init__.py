@@ -150,7 +150,7 @@ def _backward_plan(call: Call) -> Plan | Declined:
 
 
 def _no_tangent(_: Call) -> Declined:
-    return Declined("it has no kernel for tangents")
+    return Declined("its kernel for tangents runs only as mosaic_gpu_tangent")
 
 
 def _operand_plan(call: Call) -> Plan | Declined:

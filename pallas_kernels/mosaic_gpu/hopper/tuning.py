@@ -21,6 +21,8 @@ ROWS = 64
 # Registers of a thread that loads or adds, and of one that computes, by how many
 # warpgroups compute.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+# The producer of tangents has four arrays to load, and spills 8 bytes of 24 registers.
+TANGENT_REGISTERS = {**REGISTERS, 2: (40, 232)}
 
 
 def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
