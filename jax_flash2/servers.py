@@ -334,13 +334,14 @@ def _written(cache, keys, values, table, lengths, cu) -> jax.Array:
     position = lengths[of] - cu[of + 1] + token
     position = jnp.where(token < cu[-1], position, -1)
     slots = page_slots(table[of], position, cache.shape[1])
-    rows = [
+    keys, values = (
         _padded(x.astype(cache.dtype), cache.shape[2], cache.shape[4])
         for x in (keys, values)
-    ]
+    )
     scale = 1.0 if cache.dtype in QUANTISED else None
     scales = {"key_scale": scale, "value_scale": scale}
-    return append_to_pages(cache, None, *rows, slots, kv_layout="PSK2H", **scales)[0]
+    pools = cache, None
+    return append_to_pages(*pools, keys, values, slots, kv_layout="PSK2H", **scales)[0]
 
 
 def _of_sequences(kv_lens, cu_q_lens, count) -> tuple[jax.Array, jax.Array]:

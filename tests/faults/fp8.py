@@ -14,8 +14,8 @@ MUTANTS = [
         "jax_flash2/_fp8.py",
         (
             "what has no heads is quantised",
-            "return call.is_quantised or not call.query.value.size",
-            "return call.is_quantised",
+            "return call.reads_bytes or not call.query.value.size",
+            "return call.reads_bytes",
             f"{CALLS} -k no_queries",
         ),
     ),

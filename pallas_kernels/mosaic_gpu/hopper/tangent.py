@@ -208,11 +208,13 @@ class Program(gradients.Program):
     """A thread block, which owns a block of queries.
 
     Attributes:
+      inputs: `Inputs` of this file.
       start: its first query.
       blocks: the range of blocks of keys that it visits, edges first, one at least.
     """
 
     plan: Plan
+    inputs: Any
     refs: Refs
     start: Any
     blocks: Visited
