@@ -46,8 +46,8 @@ class Context:
         `jax_flash2.explain`):
 
         - "ring": they travel from device to device, while each attends to those it has.
-          Memory does not grow with the number of devices, save where second derivatives
-          end in reverse mode: those keep the keys and the result of each round.
+          Memory does not grow with the number of devices, save in second derivatives,
+          which keep the keys and the result of each round.
         - "halo": with a window, each device gets the rows just outside its own. With
           stripes the window must be causal and at most a stripe long.
         - "gather": every device gets all of them. Serves biases and masks of pairs. It
