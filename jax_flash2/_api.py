@@ -179,7 +179,7 @@ def attention(
         Ids may come in any order, and NumPy's may have 64 bits (others only under x64:
         `jax.numpy` and `jax.jit` cut them to 32). The kernels skip blocks without a
         common id. Finite values in one segment never change another segment's results
-        by a single bit.
+        by a single bit (with precision="fp8" they may: all of a head have one scale).
         NaN and inf can leak between segments that share a block: 16 to 256 rows in the
         kernels, or more keys in "xla" if queries are few (see `Config`).
       key_value_segment_ids: int32 [*B, S]. Default: query_segment_ids, if T == S.

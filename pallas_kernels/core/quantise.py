@@ -137,7 +137,8 @@ def with_scales(
 def quantised(query: Named, key: Named, value: Named, spec: AttentionSpec) -> Quantised:
     """The operands of a call in eight bits, one scale for a head of a batch entry.
 
-    What no query attends counts for no scale, and becomes 0.
+    What no query attends for its key alone (padding, a mask of keys) counts for no
+    scale, and becomes 0. Keys that a causal mask or a window drops count.
 
     Args:
       query, key, value: `Named` arrays of two bytes an element.
