@@ -1,7 +1,8 @@
 """What the text of a Triton module says: which elements its programs touch.
 
 Numbers of a program that depend on nothing it loads can be computed here: they are a
-few operations on integers. So addresses are known without a GPU.
+few operations on integers. So addresses are known without a GPU. Of rows that the
+forward may store a second time, in a branch, the first store is seen.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class Program:
         if kind == "constant":
             word = rest.split(" : ")[0]
             return word == "true" if word in ("true", "false") else int(word)
+        if kind == "ori":
+            # Which rows a first store takes depends on what was loaded: all, here.
+            return np.ones(_shape(rest.split(" : ")[-1]), bool)
         if kind == "get_program_id":
             return self._ids[rest[0]]
         if kind == "make_range":
