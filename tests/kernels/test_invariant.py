@@ -73,7 +73,9 @@ class Sequences:
         ]
 
     def ids(self) -> jax.Array:
-        documents = np.repeat([3, 1, 2], [self.t // 3, 11, self.t - 11 - self.t // 3])
+        first = self.t // 3
+        second = min(11, self.t - first)
+        documents = np.repeat([3, 1, 2], [first, second, self.t - first - second])
         return jnp.asarray(np.broadcast_to(documents, (self.b, self.t)), jnp.int32)
 
 
