@@ -1,6 +1,5 @@
 """Programs that XLA divides: found again in caches, lowered once, divided by GSPMD."""
 
-import contextlib
 import functools
 import gc
 import math
@@ -10,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Context, _partitioner, attention
 from tests.cases import BACKENDS
 from tests.lowering import lower_for_gpu
+from tests.settings import configured
 from tests.tiers import MAINLY_XLA, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -57,23 +56,6 @@ def on_one(run, *arrays):
     return run(*(jnp.asarray(np.asarray(x)) for x in arrays))
 
 
-@contextlib.contextmanager
-def configured(settings):
-    """With these settings of JAX, and as before in the end."""
-    before = {name: getattr(jax.config, name) for name in settings}
-
-    def update(values):
-        compilation_cache.reset_cache()
-        for name, value in values.items():
-            jax.config.update(name, value)
-
-    update(settings)
-    try:
-        yield
-    finally:
-        update(before)
-
-
 @pytest.fixture
 def cache(tmp_path):
     """A persistent compilation cache; gives the number of its programs."""
@@ -84,12 +66,6 @@ def cache(tmp_path):
     }
     with configured(settings):
         yield lambda: sum(name.endswith("-cache") for name in os.listdir(tmp_path))
-
-
-@pytest.fixture
-def no_cache():
-    with configured({"jax_compilation_cache_dir": None}):
-        yield
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)

@@ -238,6 +238,7 @@ def test_shard_map_over_some_axes_of_a_mesh(backend):
 
 
 @deep
+@pytest.mark.usefixtures("no_cache")
 def test_automatic_shardings_along_rows_are_gathered():
     """The call says so, and what to do instead."""
     mesh = _mesh(AxisType.Auto)
