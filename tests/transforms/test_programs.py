@@ -169,7 +169,7 @@ def test_export_of_kernels():
 
 
 def test_a_loaded_export_is_lowered_already(monkeypatch):
-    """A second process neither traces nor lowers kernels: it has those of both kinds."""
+    """A second process neither traces nor lowers: it has kernels of both kinds."""
     allowed = list(map(export.DisabledSafetyCheck.custom_call, (KERNEL, FOR_HOPPER)))
     run, args = program(PLAIN, jnp.bfloat16, implementation="mosaic_gpu")
     exported = export_for_gpu(run, args, disabled_checks=allowed)
