@@ -150,15 +150,14 @@ def first_calls(rows: Sequence[Mapping]) -> str:
     """Seconds of a first call and of a second shape, and those of another process."""
 
     def cells(row):
-        figures = [
-            row.get(x, math.nan) for x in ("lower", "compile", "second", "cached")
-        ]
+        names = ("lower", "compile", "second", "cached", "exported")
+        figures = [row.get(x, math.nan) for x in names]
         figures.insert(2, figures[0] + figures[1])
         return [tables.mark(row) or f"{x:.3g}" for x in figures]
 
     lines = [[row["call"], tables.label(row["peer"]), *cells(row)] for row in rows]
     header = ["call", "peer", "trace and lower, s", "compile", "both", "a second shape"]
-    header.append("another process, from the cache")
+    header += ["another process, from the cache", "and from an export"]
     parts = [
         tables.origin(rows),
         str(Shape(**rows[0]["shape"])),

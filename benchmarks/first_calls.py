@@ -6,16 +6,19 @@
 B 2, T 2048, N 16, H 128, bfloat16, causal unless flags say otherwise; output and
 gradients of each call: plain, grouped (a quarter of the key heads), a window, and other
 features, bias and slopes with their own gradients; of jax.nn what it has. Each call of
-each peer has three new processes. The first traces, lowers and compiles it, then the
-same of a longer sequence: the second shape. The second fills JAX's persistent cache,
-and the third finds the program there. Imports and the making of operands are not
+each peer has four new processes. The first traces, lowers and compiles it, then the
+same of a longer sequence: the second shape. The second fills JAX's persistent cache and
+writes an export (`jax.export`, which needs flatbuffers), the third finds the program
+there, and the fourth that of the export. Imports and the making of operands are not
 counted. With `--jobs` several calls have their processes side by side: fewer than there
 are cores, or they slow one another down. Rows go to `first_calls.jsonl`.
 """
 
 import dataclasses
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,9 +26,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 import jax
 from absl import flags
+from jax import export
 
 from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.feature_calls import Feature, features, passes
@@ -44,7 +49,8 @@ _PEERS = options.names(
 _JOBS = flags.DEFINE_integer("jobs", 1, "Calls side by side.", lower_bound=1)
 _RESULTS_DIR, _COMMIT = options.files()
 # What a process of its own does; the process that was started by hand has None.
-_CHILD = flags.DEFINE_enum("child", None, ["cold", "fill", "cached"], "Not by hand.")
+_PROCESSES = ["cold", "fill", "cached", "exported"]
+_CHILD = flags.DEFINE_enum("child", None, _PROCESSES, "Not by hand.")
 _STEP = 128  # the second shape is longer by this
 _FEATURES = (
     *("window", "8 segments", "mask [1, 1, T, T], random", "soft cap", "ALiBi"),
@@ -113,28 +119,55 @@ def serves(peer: str, shape: Shape, feature: Feature) -> bool:
     return True
 
 
-def seconds(peer: str, shape: Shape, feature: Feature) -> tuple[float, float]:
-    """Seconds to trace and lower, and to compile."""
-    structs = (*shape.structs(), feature.arrays)
+def seconds(find: Callable[[], Callable], structs) -> tuple[float, float]:
+    """Seconds to find a function, to trace and lower it, and to compile."""
     begun = time.perf_counter()
-    lowered = programs.lower(function(peer, shape, feature), *structs)
+    lowered = programs.lower(find(), *structs)
     lowering = time.perf_counter() - begun
     lowered.compile()
     return lowering, time.perf_counter() - begun - lowering
 
 
+def _export() -> Path:
+    """The file of a call's export, beside the programs in the cache."""
+    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "exported"
+
+
+def _exported() -> Callable:
+    return export.deserialize(bytearray(_export().read_bytes())).call
+
+
+def _write_export(run: Callable, structs) -> None:
+    """Exports a function with whatever kernels it has; the cache gets its program."""
+    kernels = re.findall(
+        r'custom_call @"?([^"(]+)', programs.lower(run, *structs).as_text()
+    )
+    unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in set(kernels)]
+    exported = export.export(jax.jit(run), disabled_checks=unchecked)(*structs)
+    _export().write_bytes(exported.serialize())
+    seconds(_exported, structs)
+
+
 def _in_this_process(peer: str, name: str, shape: Shape, what: str) -> dict:
     """The row's figures of one process."""
-    of, feature = calls(shape)[name]
-    jax.block_until_ready((feature.arrays, jax.numpy.zeros(8) + 1))
+
+    def call(shape: Shape) -> tuple[Callable[[], Callable], tuple]:
+        of, feature = calls(shape)[name]
+        find = functools.partial(function, peer, of, feature)
+        return find, (*of.structs(), feature.arrays)
+
+    find, structs = call(shape)
+    jax.block_until_ready((structs[-1], jax.numpy.zeros(8) + 1))
     if what != "cold":
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        return {what: sum(seconds(peer, of, feature))}
+        found = {what: sum(seconds(_exported if what == "exported" else find, structs))}
+        if what == "fill":
+            _write_export(find(), structs)
+        return found
     jax.config.update("jax_enable_compilation_cache", False)
-    lowering, compiling = seconds(peer, of, feature)
-    longer = dataclasses.replace(shape, length=shape.length + _STEP)
-    second = sum(seconds(peer, *calls(longer)[name]))
-    return {"lower": lowering, "compile": compiling, "second": second}
+    lowering, compiling = seconds(find, structs)
+    longer = call(dataclasses.replace(shape, length=shape.length + _STEP))
+    return {"lower": lowering, "compile": compiling, "second": sum(seconds(*longer))}
 
 
 def _in_a_new_process(peer: str, name: str, what: str, cache: str) -> dict:
@@ -162,7 +195,7 @@ def row(peer: str, name: str, shape: Shape, run: Callable[..., dict]) -> dict:
     found |= {"pass": "forward_backward", "failure": None}
     try:
         with tempfile.TemporaryDirectory() as cache:
-            for what in ("cold", "fill", "cached"):
+            for what in _PROCESSES:
                 found |= run(peer, name, what, cache)
     except Exception as error:  # one call's failure is a result
         found["failure"] = harness.describe(error)

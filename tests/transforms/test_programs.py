@@ -18,12 +18,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_flash2
 from jax_flash2 import Config, attention
+from jax_flash2._operation import Operation
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU, Case, by_name
-from tests.lowering import lower_for_gpu
+from tests.lowering import lower_for_gpu, string_attributes
 from tests.tiers import MAINLY_XLA, deep, deeply
 from tests.tolerances import OPERANDS, cotangents_for
 
 KERNEL = "__gpu$xla.gpu.triton"  # the custom call of a kernel
+FOR_HOPPER = "mosaic_gpu_v2"
 PLAIN = Case("plain", lambda rng, case: {"is_causal": True}, n=4)
 RICH = by_name("everything_learnt")  # every feature but lengths, masks and offsets
 BIAS = by_name("bias_shared")  # summed over the batch, in loops of known length
@@ -164,6 +166,19 @@ def test_export_of_kernels():
     if not ON_GPU:
         with pytest.raises(ValueError, match=r"cuda.*cpu"):
             again.call(*args)
+
+
+def test_a_loaded_export_is_lowered_already(monkeypatch):
+    """A second process neither traces nor lowers: it has kernels of both kinds."""
+    allowed = list(map(export.DisabledSafetyCheck.custom_call, (KERNEL, FOR_HOPPER)))
+    run, args = program(PLAIN, jnp.bfloat16, implementation="mosaic_gpu")
+    exported = export_for_gpu(run, args, disabled_checks=allowed)
+    monkeypatch.setattr(Operation, "_whole", None)  # what a rule would call
+    text = lower_for_gpu(reloaded(exported).call, *structs(args))
+    for field in ("ir", "module"):
+        kernels = string_attributes(exported.mlir_module(), field)
+        is_same = string_attributes(text, field) == kernels
+        assert kernels and is_same, field
 
 
 # Compiled ahead of time, donated, scanned, rematerialised.
