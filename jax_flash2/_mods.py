@@ -217,7 +217,9 @@ def _edged(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
 def _resized(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
     """x with such axes in place of one; what it lacks is its last element again."""
     size = math.prod(sizes)
-    if x.shape[axis] > size:
+    if not isinstance(size, int):  # a symbol (`jax.export`)
+        x = jnp.take(x, jnp.arange(size), axis=axis, mode="clip")
+    elif x.shape[axis] > size:
         x = lax.slice_in_dim(x, 0, size, axis=axis)
     elif x.shape[axis] < size:
         x = _edged(x, axis, 0, size - x.shape[axis])

@@ -14,6 +14,7 @@ from tests.kernels.test_mods import (
     BACKENDS,
     KEYS,
     PAIRS,
+    ROWS,
     SCORES,
     check,
     dense,
@@ -92,11 +93,11 @@ def test_an_index_may_have_few_bits(dtype):
     "dtype", ["float8_e4m3fn", "bfloat16", *deeply("float16", "float8_e5m2")]
 )
 def test_masks_may_compare_floats_of_few_bits(dtype):
-    """As they are, and as float32."""
-    keys = KEYS.astype(dtype)
+    """As they are, or as float32."""
+    keys, rows = KEYS.astype(dtype), ROWS.astype(dtype)
     mods = {
         "mask_mod": lambda b, h, q, kv: (
-            (keys[b, kv].astype(jnp.float32) < 0.1) | (keys[0, q] < keys[b, kv])
+            (keys[b, kv].astype(jnp.float32) < 0.1) | (rows[h, q] < rows[0, kv])
         )
     }
     options = {**BACKENDS["blocks"], "precision": "highest"}
