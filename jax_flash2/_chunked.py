@@ -238,6 +238,9 @@ class _Cut:
         """The block of pairs that starts there."""
         axes = self.axes("t", "s")
         spec = jax.tree.map(lambda x: self.at(x, starts).to(axes), fields)
+        if self.invariant:
+            # XLA rounds a product with a sum or before it, by what it makes one loop.
+            spec = lax.optimization_barrier(spec)
         if self.size["s"] % self.block["s"]:
             spec = spec.with_end(self.size["s"])
         rows = {name: (start, self.block[name]) for name, start in starts.items()}

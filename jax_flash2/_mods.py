@@ -129,8 +129,10 @@ class Mods:
         if rest is None:
             return known
         program, kept = compact(rest)
-        arrays = (bound.arrays[i] for i in kept)
-        arrays = tuple(Named(_bits(x.value), x.axes) for x in arrays)
+        arrays = tuple(
+            Named(_bits(bound.arrays[i].value, step.dtype), bound.arrays[i].axes)
+            for i, step in zip(kept, program.reads, strict=True)
+        )
         entry, head = self._asked(program)
         return (*known, MaskMod(arrays, entry, head, program))
 
@@ -215,19 +217,21 @@ def _edged(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
 def _resized(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
     """x with such axes in place of one; what it lacks is its last element again."""
     size = math.prod(sizes)
-    if x.shape[axis] > size:
+    if not isinstance(size, int):  # a symbol (`jax.export`)
+        x = jnp.take(x, jnp.arange(size), axis=axis, mode="clip")
+    elif x.shape[axis] > size:
         x = lax.slice_in_dim(x, 0, size, axis=axis)
     elif x.shape[axis] < size:
         x = _edged(x, axis, 0, size - x.shape[axis])
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """Integers in place of floats, which would have gradients."""
+def _bits(x: jax.Array, dtype: str) -> jax.Array:
+    """Integers in place of floats, which would have gradients, as a read gives them."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    kinds = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
-    return lax.bitcast_convert_type(x, kinds[x.dtype.itemsize])
+    x = x.astype(dtype)
+    return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}")
 
 
 def _check_function(name: str, function: Any, has_score: bool) -> None:

@@ -25,6 +25,12 @@ WRONG = {
     "uses 'cond' (test_mod_errors.py:": (
         lambda s, b, h, q, kv: jax.lax.cond(q > 1, lambda: s, lambda: 2 * s)
     ),
+    "use jnp.where in place of jnp.select": (
+        lambda s, b, h, q, kv: jnp.select([q > kv, q == kv], [s, 2 * s], -s)
+    ),
+    "reads an array with fill_value=7.0 (test_mod_errors.py:": (
+        lambda s, b, h, q, kv: s + X.at[0, kv].get(mode="fill", fill_value=7.0)
+    ),
     "must be a function of numbers that JAX can trace": (
         lambda s, b, h, q, kv: s if q > kv else -s
     ),

@@ -157,6 +157,12 @@ def test_intervals_are_exact(name):
         np.testing.assert_array_equal(every, blocks.all((3, 5)))
 
 
+def test_nan_in_a_captured_array_is_in_its_interval():
+    """No comparison with it is True, whatever bounds the other numbers have."""
+    odd = X.at[:, ::4].set(jnp.nan)
+    check_relation(lambda b, h, q, kv: jnp.clip(odd[h, kv], -1, 1) >= -1, (8, 8))
+
+
 NEAR = {
     "2-D": lambda b, h, q, kv: (abs(q // 6 - kv // 6) <= 1) & (abs(q % 6 - kv % 6) < 3),
     "3-D": lambda b, h, q, kv: (
@@ -254,6 +260,14 @@ def test_programs_are_their_functions(seed):
 def _index(program, step, at):
     live = only_live(program, step.args)
     return tuple(live.run(at, None, lambda step, args: step.bound(*args)))
+
+
+def test_logarithms_to_base_two_are_natural_ones():
+    """JAX has an operation for them that kernels lack."""
+    traced = trace(lambda s, b, h, q, kv: jnp.log2(s), jnp.float32, NATURAL)
+    (found,) = traced.program.on_blocks([jnp.float32(8.0), *[None] * 4], ())
+    assert "log2" not in traced.program.operations
+    assert found == pytest.approx(3.0)
 
 
 def test_equal_functions_are_equal_programs():

@@ -122,6 +122,15 @@ MUTANTS = [
         ),
     ),
     *of(
+        "jax_flash2/_chunked.py",
+        (
+            "an invariant call's operands are cut in the loops of its scores",
+            "spec = lax.optimization_barrier(spec)",
+            "pass",
+            "tests/kernels/test_invariant.py -k 'score_of_pairs and xla' -m ''",
+        ),
+    ),
+    *of(
         "jax_flash2/_context.py",
         (
             "an invariant call of rows on several devices",

@@ -199,6 +199,24 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/pointwise/binding.py",
+        (
+            "an index of few bits is clamped to what it cannot number",
+            "end = min(size - 1, jnp.iinfo(place.dtype).max)",
+            "end = size - 1",
+            "tests/kernels/test_tables.py -k few_bits",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/build.py",
+        (
+            "a logarithm to base two is the natural one",
+            "inverse = Constant.of(np.asarray(1 / np.log(2.0), dtype))",
+            "inverse = Constant.of(np.asarray(1.0, dtype))",
+            "tests/core/test_pointwise.py -k base_two",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/pointwise/intervals.py",
         (
             "corners of a product are its ends",
@@ -217,6 +235,12 @@ MUTANTS = [
             '"not": lambda step, x: (~x[1], ~x[0]),',
             '"not": lambda step, x: (~x[0], ~x[1]),',
             "tests/core/test_pointwise.py -k 'sound or exact'",
+        ),
+        (
+            "a bound that takes NaN away",
+            "return of_ends(jnp.where(odd, jnp.nan, low), high)",
+            "return low, high",
+            "tests/core/test_pointwise.py -k nan_in_a_captured",
         ),
         (
             "an absolute value is never 0 between its ends",
@@ -242,6 +266,12 @@ MUTANTS = [
     ),
     *of(
         "jax_flash2/_mods.py",
+        (
+            "floats of few bits as bits of wide ones",
+            "    x = x.astype(dtype)\n",
+            "",
+            "tests/kernels/test_tables.py -k compare_floats",
+        ),
         (
             "a captured array begins at row 0 of any offset",
             "start = jnp.clip(jnp.asarray(offset.value) + rows, 0, size + rows)",

@@ -128,6 +128,12 @@ def _every_third(b, n, q, kv):
     return (q // 16 + kv // 16) % 3 != 1
 
 
+def _of_pairs(s, b, h, q, kv):
+    """A score in which a product and a sum may be rounded as one."""
+    return 1.3 * s + PAIRS[q, kv]
+
+
+PAIRS = jnp.asarray(np.random.default_rng(1).standard_normal((90, 90)), jnp.float32)
 ALIBI = ("alibi_slopes", np.array([0.1, 0.3, 0.0, 0.5], np.float32))
 SINKS = ("sinks", np.array([0.0, 1.0, -3.0, 0.5], np.float32))
 CAP = ("logits_soft_cap", 5.0)
@@ -142,6 +148,7 @@ SEQUENCES = {
     "wide": Sequences((CAP,), b=1, n=2, h=256, d=256, dtype="bfloat16"),
     "one_element": Sequences((ALIBI,), h=1, d=64),
     "listed": Sequences((("mask_mod", _every_third), CAP)),
+    "score_of_pairs": Sequences((("score_mod", _of_pairs),)),
     "not_causal": Sequences((("is_causal", False), CAP)),
 }
 _FIRST = ["everything"]

@@ -1,14 +1,26 @@
-"""Functions that read tables at computed places, in kernels."""
+"""Functions that read tables at computed places, and arrays of few bits."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jax_flash2 import Context, attention
 from pallas_kernels.core.pointwise import binding
 from tests.divided import Divided
-from tests.kernels.test_mods import ARRAYS, BACKENDS, SCORES, check, exact, results
+from tests.kernels.test_mods import (
+    ARRAYS,
+    BACKENDS,
+    KEYS,
+    PAIRS,
+    ROWS,
+    SCORES,
+    check,
+    dense,
+    exact,
+    results,
+)
 from tests.tiers import deeply
 
 
@@ -66,3 +78,27 @@ def test_an_index_beyond_a_table_is_clamped():
     captured = SCORES["table"][1]
     run = functools.partial(results, attention, make, None)
     check(jax.jit(run)(ARRAYS, captured), exact(make, None, captured), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", *deeply("uint8", "int16", "uint32")])
+def test_an_index_may_have_few_bits(dtype):
+    """The table has more elements than they can number."""
+    table, places = PAIRS.reshape(-1), jnp.arange(45, dtype=dtype)
+    mods = {"score_mod": lambda s, b, h, q, kv: s + table[places[kv] + places[q]]}
+    options = {**BACKENDS["blocks"], "precision": "highest"}
+    check([attention(*ARRAYS, **mods, **options)], [dense(*ARRAYS, **mods)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "bfloat16", *deeply("float16", "float8_e5m2")]
+)
+def test_masks_may_compare_floats_of_few_bits(dtype):
+    """As they are, or as float32."""
+    keys, rows = KEYS.astype(dtype), ROWS.astype(dtype)
+    mods = {
+        "mask_mod": lambda b, h, q, kv: (
+            (keys[b, kv].astype(jnp.float32) < 0.1) | (rows[h, q] < rows[0, kv])
+        )
+    }
+    options = {**BACKENDS["blocks"], "precision": "highest"}
+    check([attention(*ARRAYS, **mods, **options)], [dense(*ARRAYS, **mods)], 1e-5)

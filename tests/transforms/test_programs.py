@@ -122,15 +122,20 @@ def test_export_is_differentiable():
 
 @pytest.mark.parametrize("config", [Config(), *deeply(INTERPRETED)])
 def test_export_with_a_symbolic_batch(config):
-    """With a bias and a mask that have heads, in calls of one block and of several."""
+    """With a bias, a mask and functions of pairs, in calls of one block and several."""
     (batch,) = export.symbolic_shape("batch")
     bias, mask = jnp.zeros((1, 4, 40, 40)), jnp.ones((1, 4, 40, 40), bool)
+    keys = jax.random.normal(jax.random.key(1), (2, 40))
+    mods = {
+        "score_mod": lambda s, b, h, q, kv: s * (h + 1) + keys[b, kv] + b,
+        "mask_mod": lambda b, h, q, kv: (keys[b, kv] < 1) & (q >= kv),
+    }
     q = jax.random.normal(jax.random.key(0), (3, 40, 4, 8))
 
     def call(q, bias):
         options = {"implementation": "xla", "return_residual": True, "config": config}
         more = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-        f = functools.partial(attention, mask=mask, **options, **more)
+        f = functools.partial(attention, mask=mask, **options, **more, **mods)
         outputs, vjp = jax.vjp(lambda q, bias: f(q, q, q, bias), q, bias)
         return outputs, vjp(outputs)
 

@@ -129,7 +129,7 @@ class Listed(ArrayMask):
         place = own * count[1] + other
         flat = code.to((*lead, *code.axes[-2:]))
         flat = flat.reshape(*flat.shape[:-2], -1)
-        shape = np.broadcast_shapes(flat.shape[:-1], place.shape[:-4])
+        shape = jnp.broadcast_shapes(flat.shape[:-1], place.shape[:-4])
         flat = jnp.broadcast_to(flat, (*shape, flat.shape[-1]))
         place = jnp.broadcast_to(place, (*shape, *place.shape[-4:]))
         met = jnp.take_along_axis(flat, place.reshape(*shape, -1), axis=-1)

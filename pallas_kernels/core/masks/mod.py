@@ -75,7 +75,7 @@ class MaskMod(ArrayMask):
     def keep(self, q, kv, q_pos, kv_pos):
         inputs = [self.entry, self.head, q_pos, kv_pos, None]  # masks ask no distance
         (found,) = self.program.on_blocks(inputs, self._values())
-        shape = np.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
+        shape = jnp.broadcast_shapes(np.shape(q), np.shape(kv), np.shape(found))
         return jnp.broadcast_to(found, shape)
 
     def by_sides(self, tiling: Tiling) -> MaskMod:
@@ -129,7 +129,7 @@ class MaskMod(ArrayMask):
         shape = [1] * (len(axes) - 2) + [*tiling.counts]
 
         def of_blocks(x) -> Named:
-            own = np.broadcast_shapes(np.shape(x), shape)
+            own = jnp.broadcast_shapes(np.shape(x), shape)
             kept = (
                 a if n > 1 or a in ("i", "j") else None
                 for a, n in zip(axes, own, strict=True)

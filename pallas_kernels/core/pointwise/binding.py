@@ -273,7 +273,8 @@ class _Reads:
         index = live.run(inputs, read, lambda step, args: step.bound(*args))
         for place, axis in zip(index, tabled, strict=True):
             size = self.shape(step)[axis]
-            flat = flat * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
+            end = min(size - 1, jnp.iinfo(place.dtype).max)
+            flat = flat * size + jnp.clip(place, 0, end).astype(jnp.int32)
         return Named.broadcast(tables.read(table.to(axes), flat), axes)
 
 

@@ -118,6 +118,10 @@ class Build(Walk):
         x = args[0]
         if name == "add_any":
             return self.emit(lax.add_p, {}, args, dtype)
+        if name == "log2":
+            natural = self.emit(lax.log_p, {"accuracy": None}, args, dtype)
+            inverse = Constant.of(np.asarray(1 / np.log(2.0), dtype))
+            return self.emit(lax.mul_p, {}, [natural, inverse], dtype)
         if name in ("square", "one_minus_square"):
             square = self.emit(lax.mul_p, {}, [x, x], dtype)
             one = Constant.of(np.asarray(1, dtype))

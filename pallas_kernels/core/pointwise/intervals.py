@@ -7,6 +7,8 @@ is sound for every value within its arguments, however a kernel rounds it.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,7 +165,12 @@ def _each(step: Step, *args) -> Interval:
     if step.name in ("and", "or") and step.dtype != "bool":
         return None
     low, high = (step.bound(*x) for x in zip(*args, strict=True))
-    return low, high
+    if not jnp.issubdtype(step.dtype, jnp.floating):
+        return low, high
+    # An infinite end may stand for a NaN, which no bound takes away.
+    odd = [(x[0] == -jnp.inf) | (x[1] == jnp.inf) for x in args if not _is_number(x)]
+    odd = functools.reduce(operator.or_, odd, np.False_)
+    return of_ends(jnp.where(odd, jnp.nan, low), high)
 
 
 _RULES: dict[str, Callable] = {

@@ -91,7 +91,7 @@ class Step(NamedTuple):
 
         They are given to the primitive in one shape, as Mosaic GPU asks.
         """
-        shape = np.broadcast_shapes(*map(np.shape, args))
+        shape = jnp.broadcast_shapes(*map(np.shape, args))
         same = (x if np.shape(x) == shape else jnp.broadcast_to(x, shape) for x in args)
         return self.primitive.bind(*same, **dict(self.params))
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to
 
@@ -191,7 +190,7 @@ def gradient(x: Named, places: Named, axes: Axes) -> jax.Array:
     varied = tuple(a for a in x.axes if a in (*places.axes, "t", "s") and a not in lead)
     value, at = summed_to(x, (*lead, *varied)), places.to((*lead, *varied))
     n = len(lead)
-    pairs = np.broadcast_shapes(value.shape[n:], at.shape[n:])
+    pairs = jnp.broadcast_shapes(value.shape[n:], at.shape[n:])
     value, at = (
         jnp.broadcast_to(y, (*y.shape[:n], *pairs)).reshape(*y.shape[:n], -1)
         for y in (value, at)
@@ -214,7 +213,7 @@ def summed_by_place(x: jax.Array, places: jax.Array, size: int) -> jax.Array:
       [*axes, size].
     """
     places = jnp.clip(places, 0, size - 1)
-    shape = np.broadcast_shapes(places.shape, x.shape)
+    shape = jnp.broadcast_shapes(places.shape, x.shape)
     order = jnp.argsort(places, axis=-1, stable=True)
     places = jnp.take_along_axis(places, order, axis=-1)
     x = jnp.broadcast_to(x, shape)

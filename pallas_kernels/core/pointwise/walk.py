@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.core.pointwise.program import POINTWISE
 
-# Rewritten as others: they are of derivatives, and few kernels have them.
-REWRITTEN = ("add_any", "one_minus_square", "polynomial", "square")
+# Rewritten as others, which more kernels and versions of JAX have.
+REWRITTEN = ("add_any", "log2", "one_minus_square", "polynomial", "square")
 # Of scalars these change nothing.
 _TRANSPARENT = (
     "broadcast_in_dim copy copy_p mul_invariant optimization_barrier pbroadcast pcast "
@@ -26,6 +27,7 @@ _INSTEAD = {
     "scan": "write its rounds one after the other",
     "random_bits": "pass dropout_rate, or capture an array of random numbers",
     "dot_general": "compute it before the call, and capture the result",
+    **dict.fromkeys(("argmax", "stack"), "use jnp.where in place of jnp.select"),
 }
 
 
@@ -129,6 +131,11 @@ class Walk:
             return [y for x in args for y in x]
         if isinstance(x, list) and name in ("squeeze", "convert_element_type"):
             return x[0] if name == "squeeze" else x
+        if name == "gather" and _fills(params["fill_value"], aval.dtype):
+            raise NotPointwise(
+                f"reads an array with fill_value={params['fill_value']} ({where}), and "
+                "an index beyond an array is clamped: choose by jnp.where(i < n, ..)"
+            )
         part = self._indexed(name, params, args) if isinstance(x, Part) else None
         if part is None:
             array = next((x for x in args if isinstance(x, Part)), None)
@@ -189,6 +196,16 @@ class Walk:
 _LITERAL = (
     "uses a NumPy array inside: capture jnp.asarray(array), and index every axis of it"
 )
+
+
+def _fills(number: Any, dtype) -> bool:
+    """Whether a gather gives a number of the caller's beyond its array, not JAX's."""
+    usual: Any = True if dtype.kind == "b" else None
+    if dtype.kind in "iu":
+        limits = jnp.iinfo(dtype)
+        usual = limits.min if dtype.kind == "i" else limits.max
+    is_nan = number != number
+    return not (number is None or is_nan or number == usual)
 
 
 def _where(equation) -> str:

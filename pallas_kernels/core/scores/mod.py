@@ -108,7 +108,7 @@ class ScoreMod(Term):
         if setting.kept is not None:
             steps = self.program.reads
             own = [y for y, step in zip(arrays, steps, strict=True) if not step.args]
-            shape = np.broadcast_shapes(*map(np.shape, (x, setting.kept, *own)))
+            shape = jnp.broadcast_shapes(*map(np.shape, (x, setting.kept, *own)))
             inputs = [_of_kept(y, setting.kept, shape) for y in inputs]
             arrays = [
                 y if step.args else _of_kept(y, setting.kept, shape)
@@ -116,7 +116,7 @@ class ScoreMod(Term):
             ]
         (found,) = self.program.on_blocks(inputs, arrays, setting.tanh)
         # An array may be mapped (`jax.vmap`) where the product is not.
-        shape = np.broadcast_shapes(x.shape, np.shape(found))
+        shape = jnp.broadcast_shapes(x.shape, np.shape(found))
         found = jnp.broadcast_to(found, shape)
         # A score of -inf has no tangent, whatever the function's derivative is.
         return Scores(jnp.where(found == -jnp.inf, -jnp.inf, found), 1.0)
