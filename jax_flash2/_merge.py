@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from jax_flash2._arrays import as_array, check_array, unwrapped
 from pallas_kernels.core import flash2
-from pallas_kernels.core.promotion import at_least_float32, own_rules
+from pallas_kernels.core.promotion import at_least_float32
 
 
-@own_rules()
 def merge(
     *parts: tuple[jax.Array, jax.Array], sinks: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -131,9 +131,9 @@ def sequences(kv_lens: Any, cu_q_lens: Any, count: Any) -> tuple[jax.Array, jax.
 
 def scales(sm_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
     """Of scores, keys and values; the last two may be None."""
-    of_rows = (("k_scale", k_scale), ("v_scale", v_scale))
-    found = (x if x is None else _number(name, x) for name, x in of_rows)
-    return _number("sm_scale", sm_scale), *found
+    of_keys = None if k_scale is None else _number("k_scale", k_scale)
+    of_values = None if v_scale is None else _number("v_scale", v_scale)
+    return _number("sm_scale", sm_scale), of_keys, of_values
 
 
 def _number(name: str, x: Any) -> Any:
@@ -145,7 +145,7 @@ def _number(name: str, x: Any) -> Any:
     elif np.shape(x) != () or not jnp.issubdtype(
         getattr(x, "dtype", np.bool_), jnp.floating
     ):
-        shape = f" of shape {x.shape}" if hasattr(x, "shape") else ""
+        shape = f" of shape {np.shape(x)}" if hasattr(x, "shape") else ""
         raise TypeError(
             f"{name} must be a number or a scalar array with a float dtype, got "
             f"{type(x).__name__}{shape}"

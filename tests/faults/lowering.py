@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.kernels import of
 
-RULES = "tests/transforms/test_programs.py -k 'rules_of_promotion and {}'"
+RULES = "tests/transforms/test_promotion.py -k {}"
 
 MUTANTS = [
     *of(
@@ -21,10 +21,6 @@ MUTANTS = [
             "return jnp.promote_types(dtype, jnp.float32)",
             RULES.format("score_mod"),
         ),
-    ),
-    *of(
-        "jax_flash2/_merge.py",
-        ("merged by the caller's rules", "@own_rules()\n", "", RULES.format("merge")),
     ),
     *of(
         "pallas_kernels/core/axes.py",

@@ -88,6 +88,7 @@ LAYERS = (
     ("jax_flash2/tune",),
 )
 CORE = (  # of the folder, likewise
+    "promotion",
     "arithmetic",
     "axes",
     "ranges",

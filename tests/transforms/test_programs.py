@@ -17,15 +17,7 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_flash2
-from jax_flash2 import (
-    Config,
-    append_to_pages,
-    attention,
-    make_block_mask,
-    merge,
-    page_slots,
-    paged_attention,
-)
+from jax_flash2 import Config, attention
 from tests.cases import BACKENDS, INTERPRETED, ON_GPU, Case, by_name
 from tests.lowering import lower_for_gpu
 from tests.tiers import MAINLY_XLA, deep, deeply
@@ -343,58 +335,6 @@ def test_settings_that_watch_tracing(target, setting):
     with SETTINGS[setting]():
         text = lowered(RICH_EMPTY, target)
     assert _functions(text) == _functions(plainly_lowered(RICH_EMPTY, target))
-
-
-def _of_any_pair(x):
-    mod = lambda score, b, h, q, kv: score * 0.5  # noqa: E731
-    return attention(x, x, x, score_mod=mod, return_residual=True)
-
-
-def _in_blocks(x):
-    mask = lambda b, h, q, kv: (q * 7 + kv) % 5 < 2  # noqa: E731
-    return attention(x, x, x, block_mask=make_block_mask(mask, None, None, 20, 20))
-
-
-def _in_pages(x):
-    pages, scale = jnp.zeros((4, 8, 1, 16), jnp.int8), jnp.ones((4, 8, 1), x.dtype)
-    table = jnp.array([[3, 1, 0], [2, 2, 2]])
-    slots = page_slots(table, jnp.array([[0], [9]]), 8)
-    pools = append_to_pages(
-        *(pages, pages, x[:, :1, :1], x[:, :1, :1], slots),
-        key_scale=scale,
-        value_scale=scale,
-    )
-    names = ("key_pages", "value_pages", "key_scale", "value_scale")
-    lengths = {"key_value_seq_lengths": jnp.array([1, 10])}
-    given = dict(zip(names, pools, strict=True), page_table=table, **lengths)
-    return paged_attention(x[:, :1], **given), paged_attention(
-        x[0, :3], **given, cu_query_lengths=jnp.array([0, 1, 3])
-    )
-
-
-PROGRAMS = {
-    "reference": lambda x: attention(x, x, x, implementation="reference"),
-    "score_mod": _of_any_pair,
-    "block_mask": _in_blocks,
-    "merge": lambda x: merge(*[attention(x, x, x, return_residual=True)] * 2),
-    "pages": _in_pages,
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_rules_of_promotion(name):
-    """They are for the user's code in what is traced before `attention` lowers, too."""
-    x = jax.ShapeDtypeStruct((2, 20, 4, 16), jnp.bfloat16)
-    traced = [PROGRAMS[name]]
-    if name != "pages":
-        traced.append(jax.grad(lambda x: _total(PROGRAMS[name](x))))
-    expected = [jax.eval_shape(function, x) for function in traced]
-    with SETTINGS["rank"](), SETTINGS["dtype"]():
-        assert [jax.eval_shape(function, x) for function in traced] == expected
-
-
-def _total(found) -> jax.Array:
-    return sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(found))
 
 
 def _functions(text: str) -> set[str]:
