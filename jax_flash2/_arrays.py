@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -33,6 +34,32 @@ def as_array(name: str, x: Any) -> jax.Array:
     x = unwrapped(x)
     check_array(name, x)
     return strong(jnp.asarray(x))
+
+
+def as_floats(name: str, x: Any, widest: int = 8, hint: str = "") -> jax.Array:
+    """A float array, converted to float32 if its numbers have more bytes than `widest`.
+
+    Raises:
+      TypeError: if it is no array, or has no float dtype; `hint` is for others.
+    """
+    x = as_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}{hint}")
+    return x.astype(jnp.float32) if x.dtype.itemsize > widest else x
+
+
+def as_scale(name: str, x: Any, widest: int = 8) -> jax.Array:
+    """The scale of a quantised operand: a number, or as `as_floats`.
+
+    Raises:
+      TypeError, ValueError: if it is neither, or a number that is not finite.
+    """
+    x = unwrapped(x)
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        if not math.isfinite(x):
+            raise ValueError(f"{name} must be finite, got {x}")
+        x = np.float32(x)
+    return as_floats(name, x, widest)
 
 
 def strong(x: jax.Array) -> jax.Array:

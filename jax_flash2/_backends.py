@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import jax
-
 from pallas_kernels import device, tables, user_tables
 from pallas_kernels.backend import Backend, Call, Declined, Pass, Plan
+from pallas_kernels.core.promotion import own_rules
 
 try:  # what `jax.ensure_compile_time_eval` sets
     from jax._src.config import eager_constant_folding as _constants_at_once
@@ -219,13 +218,12 @@ def of_tangents() -> str:
 
 @contextlib.contextmanager
 def lowering_context(*names: str):
-    """In which functions of these backends are traced and lowered.
+    """In which functions of these backends are traced and lowered, by `own_rules`.
 
-    The caller's rules of promotion are for the caller's code. So is compile-time
-    evaluation: what has no operand, as the number of a program, is no constant.
+    Compile-time evaluation is for the caller's code, too: what has no operand, as the
+    number of a program, is no constant.
     """
-    rank, dtype = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
-    with contextlib.ExitStack() as stack, rank("allow"), dtype("standard"):
+    with contextlib.ExitStack() as stack, own_rules():
         if _constants_at_once is not None:
             stack.enter_context(_constants_at_once(False))
         for name in names:

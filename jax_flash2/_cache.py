@@ -10,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash2._arguments import Array
-from jax_flash2._arrays import as_array, as_integers, clipped, unwrapped
+from jax_flash2._arrays import (
+    as_array,
+    as_floats,
+    as_integers,
+    as_scale,
+    clipped,
+    unwrapped,
+)
 from jax_flash2._pools import AXES, letters_of
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.gather import bits, indexed
+from pallas_kernels.core.promotion import own_rules
 from pallas_kernels.core.quantise import STORED, largest_of, narrowed
 
 _LAST = np.iinfo(np.int32).max
 
 
+@own_rules()
 def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array:
     """Where in a pool the rows at some positions of sequences lie.
 
@@ -56,10 +65,8 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
             f"positions must have shape [B] or [B, T] with B={table.shape[0]}, got "
             f"shape {positions.shape}"
         )
-    try:
-        page_size = operator.index(page_size)
-    except TypeError as error:
-        raise TypeError(f"page_size must be an int, got {page_size!r}") from error
+    if isinstance(page_size, bool) or not isinstance(page_size, int | np.integer):
+        raise TypeError(f"page_size must be an int, got {page_size!r}")
     if not 1 <= page_size <= _LAST:
         raise ValueError(f"page_size must be from 1 to {_LAST}, got {page_size}")
     places = table.shape[1]
@@ -74,6 +81,7 @@ def page_slots(page_table: Array, positions: Array, page_size: int) -> jax.Array
     return jnp.where(inside, page * page_size + at % page_size, -1)
 
 
+@own_rules()
 def quantize_kv(
     x: Array, dtype: Any, axes: int | tuple[int, ...] = -1
 ) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +116,7 @@ def quantize_kv(
       >>> q.dtype.name, q.shape
       ('uint8', (2, 30, 4, 32))
     """
-    x = _floats("x", x)
+    x = as_floats("x", x)
     dtype = _quantised("dtype", dtype)
     given = axes if isinstance(axes, tuple) else (axes,)
     try:
@@ -130,6 +138,7 @@ def quantize_kv(
     return narrowed(x, scale, dtype), jnp.squeeze(scale, -1)
 
 
+@own_rules()
 def append_to_pages(
     key_pages: Array,
     value_pages: Array | None,
@@ -218,7 +227,7 @@ class _Pool:
 
     def written(self, name: str, rows, slots: jax.Array, scale):
         """The pool with these rows, and the scale."""
-        rows, (k, h) = _floats(name, rows), (self.size["k"], self.size["h"])
+        rows, (k, h) = as_floats(name, rows), (self.size["k"], self.size["h"])
         kind = STORED.get(self.pages.dtype)
         h *= 2 if kind == jnp.int4 else 1
         if rows.shape != (*slots.shape, k, h):
@@ -254,9 +263,7 @@ class _Pool:
         return self._put(self.pages, self.axes, rows, slots), scale
 
     def _scale(self, name: str, x) -> jax.Array:
-        if isinstance(x, int | float) and not isinstance(x, bool):
-            x = np.float32(x)
-        x = _floats(name, x)
+        x = as_scale(name, x)
         pages = (self.size["p"], self.size["r"])
         k = self.size["k"]
         shapes = ((), (k,), (*pages, 1), (*pages, k))
@@ -277,13 +284,6 @@ class _Pool:
         rows = Named(rows, ("s", "k", "h")[: rows.ndim]).to(names)
         found = bits(pool).at[places].set(bits(rows), mode="drop")
         return jax.lax.bitcast_convert_type(found, pool.dtype)
-
-
-def _floats(name: str, x) -> jax.Array:
-    x = as_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
-    return x
 
 
 def _quantised(name: str, dtype) -> np.dtype:

@@ -36,6 +36,7 @@ from pallas_kernels.core.axes import (
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.pairs import Pairs, Recomputed
 from pallas_kernels.core.pointwise import tables
+from pallas_kernels.core.promotion import at_least_float32
 from pallas_kernels.core.scores.score import Pulled
 from pallas_kernels.core.spec import AttentionSpec, sink_gradient
 
@@ -250,8 +251,7 @@ class _Cut:
         if _on_cpu():
             # Of bfloat16: "Unsupported element type for DotThunk" (JAX 0.12.0.1).
             a, b = (
-                Named(x.value.astype(jnp.promote_types(x.dtype, jnp.float32)), x.axes)
-                for x in (a, b)
+                Named(x.value.astype(at_least_float32(x.dtype)), x.axes) for x in (a, b)
             )
         if self.invariant:
             names = [name for name in self.key_axes() if name in (*a.axes, *b.axes)]

@@ -16,6 +16,7 @@ from jax_flash2._operation import Problem, forward_outputs, is_differentiable
 from pallas_kernels.backend import Call
 from pallas_kernels.core import quantise
 from pallas_kernels.core.axes import Axes, Heads, Named
+from pallas_kernels.core.promotion import own_rules
 from pallas_kernels.core.quantise import Quantised
 
 _NO_GRADIENT = (
@@ -100,7 +101,7 @@ def quantised(call: Call) -> Quantised:
 
 @jax.jit
 def _quantise(parts):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with own_rules():
         found = quantise.quantised(*_named(parts))
     fields = (getattr(found, x.name) for x in dataclasses.fields(found))
     return _boxed(tuple(fields))

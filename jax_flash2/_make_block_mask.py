@@ -22,6 +22,7 @@ from pallas_kernels import device
 from pallas_kernels.core import exact
 from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.masks import Atom, Listed, Tiling
+from pallas_kernels.core.promotion import own_rules
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -211,6 +212,7 @@ def _made(
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@own_rules()
 def _lists(form: _Form, arrays) -> BlockMask:
     mask, offset = form.tree.unflatten(map(Named, arrays, form.axes))
     spec = AttentionSpec(Score(1.0), (mask,), offset)

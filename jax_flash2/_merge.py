@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_flash2._arrays import as_array, check_array, unwrapped
 from pallas_kernels.core import flash2
+from pallas_kernels.core.promotion import at_least_float32
 
 
 def merge(
@@ -73,7 +74,8 @@ def merge(
                 f"parts[{i}][0] must have the shape of parts[0][0], "
                 f"{outputs[0].shape}, got {x.shape}"
             )
-    wide = jnp.result_type(jnp.float32, *(x.dtype for x in (*outputs, *logs)))
+    dtypes = (x.dtype for x in (*outputs, *logs))
+    wide = max(map(at_least_float32, dtypes), key=lambda x: x.itemsize)
     if sinks is not None:
         sinks = as_array("sinks", sinks)
         _check_floating("sinks", sinks)

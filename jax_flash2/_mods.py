@@ -35,6 +35,7 @@ from pallas_kernels.core.pointwise import (
     trace,
 )
 from pallas_kernels.core.pointwise.tables import OVERHANG
+from pallas_kernels.core.promotion import at_least_float32
 from pallas_kernels.core.scores import ScoreMod
 
 
@@ -88,7 +89,7 @@ class Mods:
         Raises:
           TypeError, ValueError: if it is none of one pair.
         """
-        dtype = jnp.promote_types(self._shape.dtype, jnp.float32)
+        dtype = at_least_float32(self._shape.dtype)
         traced = self._traced("score_mod", function, dtype)
         floats = float_reads(traced.program)
         bound = bind(traced, self._positions, fixed=False)

@@ -21,6 +21,7 @@ from jax_flash2 import _backends, _partitioner, _sharding
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
+from pallas_kernels.core.promotion import at_least_float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Problem:
         Of eight bits it is bfloat16.
         """
         dtype = jnp.dtype(jnp.bfloat16) if dtype.itemsize == 1 else dtype
-        return jnp.promote_types(dtype, jnp.float32) if self.is_part else dtype
+        return at_least_float32(dtype) if self.is_part else dtype
 
     def call(self, operands) -> Call:
         """The call of these operands, `Named`, which may have more axes."""
@@ -104,10 +105,6 @@ class Problem:
     def named(self, arrays) -> Call:
         """The call of these arrays."""
         return self.call(map(Named, arrays, self.axes))
-
-
-def _statistics_dtype(dtype):
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def forward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
@@ -120,7 +117,7 @@ def forward_outputs(problem: Problem, operands) -> tuple[Named, ...]:
     size = sizes(operands)
     axes = _with_missing(operands, tuple("d" if a == "h" else a for a in q.axes))
     lse_axes = (*(a for a in axes if a not in ("t", "d")), "t")
-    lse_dtype = _statistics_dtype(q.dtype)
+    lse_dtype = at_least_float32(q.dtype)
     dtype = problem.result_dtype(q.dtype)
     lse = _struct(lse_axes, size, lse_dtype)
     return _struct(axes, size, dtype), lse, *[lse] * problem.gives_largest

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_flash2 import _backends, _options, _vjp
 from jax_flash2._arguments import Array, Precision, Window
-from jax_flash2._arrays import as_array, as_integers, clipped
+from jax_flash2._arrays import as_array, as_floats, as_integers, clipped
 from jax_flash2._operation import Problem
 from jax_flash2._pools import Pools
 from jax_flash2._ragged import Ragged
@@ -24,6 +24,7 @@ from pallas_kernels.core.axes import Axes, Named
 from pallas_kernels.core.masks import Atom, Lengths, Starts, Tree
 from pallas_kernels.core.masks.tree import MOST
 from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.promotion import own_rules
 from pallas_kernels.core.scores import Alibi, Score, SoftCap, Term
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -34,6 +35,7 @@ _NO_GRADIENT = (
 )
 
 
+@own_rules()
 def paged_attention(
     query: Array,
     key_pages: Array,
@@ -302,9 +304,7 @@ def _tree(mask, query, batch: int, others: dict[str, Any]) -> Tree | None:
 def _slopes(x, batch: int, heads: int) -> Named | None:
     if x is None:
         return None
-    x = as_array("alibi_slopes", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"alibi_slopes must have a float dtype, got {x.dtype.name}")
+    x = as_floats("alibi_slopes", x, widest=4)
     shapes: dict[tuple[int, ...], Axes] = {
         (heads,): ("n",),
         (batch, heads): ("b0", "n"),

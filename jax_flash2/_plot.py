@@ -15,6 +15,7 @@ from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import Named, is_batch
 from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.promotion import at_least_float32
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -131,7 +132,7 @@ def _kept(spec: AttentionSpec, size: tuple[int, int], dtype) -> jax.Array:
     t, s = size
     own = jax.tree.map(lambda x: x.to(("t", "s")), spec)
     pairs = Pairs(own, {"t": (0, t), "s": (0, s)})
-    scores = pairs.scores_of(jnp.zeros(size, jnp.promote_types(dtype, "f4")), dtype)
+    scores = pairs.scores_of(jnp.zeros(size, at_least_float32(dtype)), dtype)
     return jnp.broadcast_to(scores.x > -jnp.inf, size)
 
 

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_flash2._arrays import as_array, unwrapped
+from jax_flash2._arrays import as_array, as_scale
 from pallas_kernels.core import nibbles
 from pallas_kernels.core.axes import Axes, Named, bytes_of
 from pallas_kernels.core.quantise import STORED
@@ -105,12 +104,7 @@ class Pools:
                 f"{name} must be None for {name.split('_')[0]}s in {pool.dtype.name}, "
                 "which are not quantised, got a scale"
             )
-        x = unwrapped(x)
-        if isinstance(x, int | float) and not isinstance(x, bool):
-            x = np.float32(x)
-        x = as_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}")
+        x = as_scale(name, x, widest=4)
         heads = (self.heads,)
         shapes: dict[tuple[int, ...], Axes] = {
             (self.pages, self.page, 1): ("p", "r", None),

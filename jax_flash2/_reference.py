@@ -18,6 +18,7 @@ from pallas_kernels.core import clear, gather
 from pallas_kernels.core.arithmetic import widened
 from pallas_kernels.core.axes import Heads, Named, batch_axes, contract, sizes
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.promotion import own_rules
 
 
 def attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
@@ -34,6 +35,7 @@ def attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     return tuple(part(*arrays))
 
 
+@own_rules()
 def _attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     call = problem.named(arrays).widened
     q, k, v, spec = call.query, call.key, call.value, call.spec

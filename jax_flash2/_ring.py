@@ -43,6 +43,7 @@ from pallas_kernels import passes
 from pallas_kernels.backend import Call
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Axes, Named, varying_alike
+from pallas_kernels.core.promotion import at_least_float32
 
 # Of more devices, the rounds between the first and the last are a loop: three copies of
 # each kernel in the program, whatever their number.
@@ -276,8 +277,10 @@ def _backward(ring: _Ring, arrays, rank, pair, *results) -> tuple[jax.Array, ...
         sums, more = gradients(number, *rounds.unpacked(pair), sums)
         return lax.optimization_barrier((following, sums, grads + more))
 
-    wide = functools.partial(jnp.promote_types, jnp.float32)
-    sums = {n: jnp.zeros_like(x.value, wide(x.dtype)) for n, x in of_queries.items()}
+    sums = {
+        n: jnp.zeros_like(x.value, at_least_float32(x.dtype))
+        for n, x in of_queries.items()
+    }
     pair = rounds.named(*pair)
     following = shift(rounds.packed(*pair)) if parts > 2 else None
     sums, grads = gradients(jnp.int32(0), *pair, sums)

@@ -22,6 +22,7 @@ from jax import lax
 from jax_flash2._arrays import check_array
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.positions import Numbering
+from pallas_kernels.core.promotion import at_least_float32
 
 METHODS = ("ring", "halo", "gather", "heads")
 STRIPE = 128
@@ -316,7 +317,7 @@ def copied(x: jax.Array, times: int) -> list[jax.Array]:
     """The same array so often. Their gradients are added in float32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return [x] * times
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(at_least_float32(x.dtype))
     return [wide.astype(x.dtype) for _ in range(times)]
 
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from jax_flash2._arrays import (
     as_array,
+    as_floats,
     as_integers,
+    as_scale,
     check_array,
     clipped,
     unwrapped,
@@ -147,13 +149,9 @@ class Shape:
 
     def _float(self, name: str, x) -> jax.Array:
         """A float array, converted to float32 if it is wider than that and query."""
-        x = as_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            is_mask = name == "bias" and x.dtype == jnp.bool_
-            hint = ": pass a boolean mask as mask=" if is_mask else ""
-            raise TypeError(f"{name} must have a float dtype, got {x.dtype.name}{hint}")
-        wide = x.dtype.itemsize > max(4, self.dtype.itemsize)
-        return x.astype(jnp.float32) if wide else x
+        is_mask = name == "bias" and getattr(unwrapped(x), "dtype", None) == jnp.bool_
+        hint = ": pass a boolean mask as mask=" if is_mask else ""
+        return as_floats(name, x, max(4, self.dtype.itemsize), hint)
 
     def _per_head(self, name: str, x, batched: bool) -> Named:
         x = self._float(name, x)
@@ -185,9 +183,7 @@ class Shape:
                 f"{name} must be given for a {name.split('_')[0]} in {dtype.name}, got "
                 "None: what it is multiplied by, 1.0 for nothing"
             )
-        if isinstance(x, int | float) and not isinstance(x, bool):
-            x = np.float32(x)
-        x = self._float(name, x)
+        x = as_scale(name, x, max(4, self.dtype.itemsize))
         shapes: dict[tuple[int, ...], Axes] = {
             (): (),
             heads: axes,

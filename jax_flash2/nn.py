@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_flash2._api import attention
 from jax_flash2._arrays import as_array, unwrapped
+from pallas_kernels.core.promotion import at_least_float32
 
 
 def dot_product_attention(
@@ -88,7 +89,7 @@ def dot_product_attention(
     q = given["query"]
     added = given.get("bias")
     if added is not None and not jnp.issubdtype(added.dtype, jnp.inexact):
-        given["bias"] = added.astype(jnp.promote_types(q.dtype, jnp.float32))
+        given["bias"] = added.astype(at_least_float32(q.dtype))
     lengths = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash2._arrays import as_array
+from jax_flash2 import _server_arguments as check
 from jax_flash2._cache import append_to_pages, page_slots
+from jax_flash2._options import check_bool
 from jax_flash2._paged import paged_attention
+from pallas_kernels.core.promotion import own_rules
 from pallas_kernels.core.quantise import QUANTISED
 
 _LANES = 128  # head sizes of a cache are multiples of it
@@ -40,19 +42,29 @@ def get_kv_cache_shape(
       total_num_pages, page_size: of the pool.
       actual_num_kv_heads, actual_head_dim: of keys; padded where words or lanes of 128
         are not filled.
-      kv_dtype: of the cache.
+      kv_dtype: of the cache: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2.
+
+    Raises:
+      TypeError, ValueError: if an argument is wrong.
 
     Example:
       >>> from jax_flash2.servers import get_kv_cache_shape
       >>> get_kv_cache_shape(1000, 64, 8, 64, "bfloat16")
       (1000, 64, 8, 2, 128)
     """
-    packing = 4 // jnp.dtype(kv_dtype).itemsize
+    check.sizes(
+        total_num_pages=total_num_pages,
+        page_size=page_size,
+        actual_num_kv_heads=actual_num_kv_heads,
+        actual_head_dim=actual_head_dim,
+    )
+    packing = 4 // check.of_caches("kv_dtype", kv_dtype).itemsize
     heads = -(-2 * actual_num_kv_heads // packing)
     lanes = -(-actual_head_dim // _LANES) * _LANES
     return total_num_pages, page_size, heads, packing, lanes
 
 
+@own_rules()
 def ragged_paged_attention(
     queries: jax.Array,
     keys: jax.Array,
@@ -111,18 +123,16 @@ def ragged_paged_attention(
     del skip_kv_mask, mask_value, q_scale, chunk_prefill_size, d_block_sizes
     del p_block_sizes, m_block_sizes, vmem_limit_bytes, debug_mode
     del disable_bounds_checks, disable_semaphore_checks
-    queries, keys, values = (
-        as_array(n, x)
-        for n, x in (("queries", queries), ("keys", keys), ("values", values))
+    check_bool("use_causal_mask", use_causal_mask)
+    check_bool("update_kv_cache", update_kv_cache)
+    scales = check.scales(sm_scale, k_scale, v_scale)
+    window = check.window(sliding_window) if use_causal_mask else None
+    dtype = check.result_dtype(out_dtype)
+    queries = check.queries("queries", queries)
+    kv_cache = check.cache(
+        *("kv_cache", kv_cache, "as get_kv_cache_shape says", 5), of=queries
     )
-    for name, x, axes in (
-        ("queries", queries, "[tokens, N, H]"),
-        ("keys", keys, "[tokens, K, H]"),
-        ("values", values, "[tokens, K, H]"),
-        ("kv_cache", kv_cache, "as get_kv_cache_shape says"),
-    ):
-        if x.ndim != (5 if name == "kv_cache" else 3):
-            raise ValueError(f"{name} must have shape {axes}, got shape {x.shape}")
+    keys, values = check.new_rows(keys, values, queries, kv_cache)
     (_, n, h), k = queries.shape, keys.shape[1]
     pages, size = kv_cache.shape[:2]
     expected = get_kv_cache_shape(pages, size, k, h, kv_cache.dtype)
@@ -133,8 +143,15 @@ def ragged_paged_attention(
         )
     _, _, words, packing, lanes = kv_cache.shape
     cache = kv_cache.reshape(pages, size, words * packing // 2, 2, lanes)
-    table = jnp.asarray(page_indices).reshape(kv_lens.shape[0], -1)
-    lengths, cu = _of_sequences(kv_lens, cu_q_lens, distribution[-1])
+    last = check.integers("distribution", distribution, 3)[-1]
+    lengths, cu = check.sequences(kv_lens, cu_q_lens, last)
+    table = check.integers("page_indices", page_indices, "sequences * pages of each")
+    if table.shape[0] % lengths.shape[0]:
+        raise ValueError(
+            f"page_indices must have as many numbers for each of {lengths.shape[0]} "
+            f"sequences, got shape {table.shape}"
+        )
+    table = table.reshape(lengths.shape[0], -1)
     if update_kv_cache:
         cache = _written(cache, keys, values, table, lengths, cu)
     out = _attend(
@@ -144,14 +161,15 @@ def ragged_paged_attention(
         lengths,
         cu,
         is_causal=use_causal_mask,
-        sliding_window=sliding_window if use_causal_mask else None,
+        window=window,
         soft_cap=soft_cap,
-        scales=(sm_scale, k_scale, v_scale),
+        scales=scales,
     )
-    out = out[:, :n, :h].astype(_result_dtype(queries, out_dtype))
+    out = out[:, :n, :h].astype(dtype or _result_dtype(queries))
     return out, cache.reshape(kv_cache.shape)
 
 
+@own_rules()
 def ragged_paged_attention_sglang(
     queries: jax.Array,
     keys: jax.Array,
@@ -227,24 +245,32 @@ def ragged_paged_attention_sglang(
             raise NotImplementedError(
                 f"{name} must be None, got {type(x).__name__}: {instead}"
             )
-    queries, keys, values = (
-        as_array(n, x)
-        for n, x in (("queries", queries), ("keys", keys), ("values", values))
+    scales = check.scales(sm_scale, k_scale, v_scale)
+    window, dtype = check.window(sliding_window), check.result_dtype(out_dtype)
+    queries = check.queries("queries", queries)
+    kv_cache_fused = check.cache(
+        *("kv_cache_fused", kv_cache_fused, "[pages, page size, 2 * K, H]", 4),
+        of=queries,
     )
+    keys, values = check.new_rows(keys, values, queries, kv_cache_fused)
     (_, n, h), k = queries.shape, keys.shape[1]
+    if attention_sink is not None:
+        attention_sink = check.sink(attention_sink, n)
     shape = kv_cache_fused.shape
-    if len(shape) != 4 or shape[2] != 2 * k or shape[3] < h:
+    if shape[2] != 2 * k or shape[3] < h:
         raise ValueError(
             f"kv_cache_fused must have shape [pages, page size, {2 * k}, {h} or more], "
             f"got shape {shape}"
         )
     pages, size, _, lanes = shape
     cache = kv_cache_fused.reshape(pages, size, k, 2, lanes)
-    flat = jnp.asarray(page_indices)
-    own = jnp.asarray(cu_kv_lens)[:-1, None] // size + jnp.arange(flat.shape[0])
+    last = check.integers("distribution", distribution, 3)[-1]
+    lengths, cu = check.sequences(kv_lens, cu_q_lens, last)
+    flat = check.integers("page_indices", page_indices, "pages of all sequences")
+    first = check.integers("cu_kv_lens", cu_kv_lens, lengths.shape[0] + 1)[:-1] // size
+    own = first[:, None] + jnp.arange(flat.shape[0], dtype=jnp.int32)
     # Beyond the end: never looked up, since no sequence is so long.
     table = flat.at[own].get(mode="fill", fill_value=0)
-    lengths, cu = _of_sequences(kv_lens, cu_q_lens, distribution[-1])
     cache = _written(cache, keys, values, table, lengths, cu)
     out = _attend(
         _padded(queries, n, lanes),
@@ -252,16 +278,17 @@ def ragged_paged_attention_sglang(
         table,
         lengths,
         cu,
-        is_causal=bool(causal),
-        sliding_window=sliding_window,
+        is_causal=check.flag("causal", causal),
+        window=window,
         soft_cap=soft_cap,
-        scales=(sm_scale, k_scale, v_scale),
+        scales=scales,
         sinks=attention_sink,
     )
-    out = out[..., :h].astype(_result_dtype(queries, out_dtype))
+    out = out[..., :h].astype(dtype or _result_dtype(queries))
     return out, cache.reshape(shape)
 
 
+@own_rules()
 def ragged_paged_attention_v2(
     q: jax.Array,
     kv_pages: jax.Array,
@@ -300,24 +327,36 @@ def ragged_paged_attention_v2(
     References: `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
     """
     del mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    q = check.queries("q", q)
+    kv_pages = check.cache(
+        *("kv_pages", kv_pages, "[pages, page size, 2 * K, H]", 4), of=q
+    )
     pages, size, both, h = kv_pages.shape
-    lengths, cu = _of_sequences(kv_lens, cu_q_lens, num_seqs[0])
+    if both % 2 or h != q.shape[2]:
+        raise ValueError(
+            f"kv_pages must have shape [pages, page size, 2 * K, {q.shape[2]}], of the "
+            f"head size of q, got shape {kv_pages.shape}"
+        )
+    check.check_heads("kv_pages", both // 2, "q", q.shape[1])
+    last = check.integers("num_seqs", num_seqs, 1)[0]
+    lengths, cu = check.sequences(kv_lens, cu_q_lens, last)
+    table = check.integers(
+        "page_indices", page_indices, lengths.shape[0], "pages of each"
+    )
     return _attend(
-        as_array("q", q),
+        q,
         kv_pages.reshape(pages, size, both // 2, 2, h),
-        page_indices,
+        table,
         lengths,
         cu,
         is_causal=True,
-        sliding_window=sliding_window,
+        window=check.window(sliding_window),
         soft_cap=soft_cap,
-        scales=(sm_scale, k_scale, v_scale),
+        scales=check.scales(sm_scale, k_scale, v_scale),
     )
 
 
-def _result_dtype(queries: jax.Array, asked: Any) -> Any:
-    if asked is not None:
-        return asked
+def _result_dtype(queries: jax.Array) -> Any:
     return jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
 
 
@@ -344,14 +383,6 @@ def _written(cache, keys, values, table, lengths, cu) -> jax.Array:
     return append_to_pages(*pools, keys, values, slots, kv_layout="PSK2H", **scales)[0]
 
 
-def _of_sequences(kv_lens, cu_q_lens, count) -> tuple[jax.Array, jax.Array]:
-    """Lengths and first tokens, of which those of no sequence are anything."""
-    lengths, cu = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-    numbers = jnp.arange(cu.shape[0], dtype=jnp.int32)
-    cu = jnp.where(numbers <= count, cu, cu[count])
-    return jnp.where(numbers[:-1] < count, lengths, 0), cu
-
-
 def _attend(
     q,
     cache,
@@ -360,7 +391,7 @@ def _attend(
     cu,
     *,
     is_causal,
-    sliding_window,
+    window,
     soft_cap,
     scales,
     sinks=None,
@@ -368,7 +399,6 @@ def _attend(
     """`paged_attention` of a cache [pages, page size, K, 2, H]."""
     scale, of_keys, of_values = scales
     is_quantised = cache.dtype in QUANTISED
-    window = None if sliding_window is None else (sliding_window - 1, 0)
     out: Any = paged_attention(
         q,
         cache,

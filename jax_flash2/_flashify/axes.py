@@ -139,8 +139,6 @@ def axes_of(
     query, key, value = ([*x.digits()] for x in operands)
     shape = product.node.outputs[0].shape
     own = [i for i in product.free_axes(side) if shape[i] > 1]
-    if rows_axis is not None and rows_axis not in own:
-        raise Lost("a mask of positions of something else than queries")
     several_keys = len({x.axis for x in keys}) > 1
     if rows_axis is not None:
         rows_of = [rows_axis]

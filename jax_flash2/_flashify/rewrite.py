@@ -17,6 +17,7 @@ from jax_flash2._flashify.facts import Added, Operand
 from jax_flash2._flashify.graph import Value
 from jax_flash2._flashify.masks import Dense
 from jax_flash2._flashify.sites import Site
+from pallas_kernels.core.promotion import at_least_float32
 
 Read = Callable[[Value], jax.Array]
 
@@ -91,7 +92,7 @@ def _read_pairs(array: jax.Array, entries: list[int]) -> Callable:
 
 def _bias(bias: Added, axes: Axes, read: Read) -> jax.Array:
     array = _spread(bias.operand, axes.pairs, read)
-    wide = jnp.promote_types(array.dtype, jnp.float32) if bias.factor != 1 else None
+    wide = at_least_float32(array.dtype) if bias.factor != 1 else None
     return array if wide is None else array.astype(wide) * bias.factor
 
 
@@ -153,7 +154,7 @@ def _with_empty_rows(site: Site, read: Read, given, out: jax.Array) -> jax.Array
     kept = _all([_kept(x, axes, read) for x in masks.keeps])
     has_keys = jnp.any(kept, axis=-1, keepdims=True)  # [*batch, heads, rows, 1]
     has_keys = jnp.swapaxes(has_keys, -3, -2)  # [*batch, rows, heads, 1]
-    wide = jnp.promote_types(out.dtype, jnp.float32)
+    wide = at_least_float32(out.dtype)
     value = given["value"].astype(wide)
     group = size_of(axes.group)
     mean = jnp.mean(value, axis=-3, keepdims=True)

@@ -27,6 +27,7 @@ from jax_flash2._flashify.facts import (
 from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.masks import Masks, read_masks
 from jax_flash2._flashify.match import Found
+from pallas_kernels.core.promotion import at_least_float32, own_rules
 
 _MOST_HEAD_SIZE = 512
 _FLOATS = [*map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))]
@@ -99,7 +100,8 @@ def site_of(found: Found, narrowed: Any) -> Site:
     cuts = Cuts(layouts)
     own = [cuts.operand(x) for x in operands]
     keys = cuts.dim(sorted(fact.keys, key=lambda x: (x.axis, -x.stride)))
-    rows_axis = _axis_of_positions(masks, {x.axis for x in keys})
+    of_queries = {*product.free_axes(1 - side)}
+    rows_axis = _axis_of_positions(masks, {x.axis for x in keys}, of_queries)
     axes = axes_of(product, 1 - side, own, keys, rows_axis, cuts)
     if max(map(size_of, (axes.depth, axes.width))) > _MOST_HEAD_SIZE:
         raise Lost(f"heads wider than {_MOST_HEAD_SIZE}, which no kernel takes")
@@ -165,8 +167,13 @@ def _factor_of(steps: Sequence[Step]) -> float:
     return math.prod(x.factor for x in steps if isinstance(x, Scale))
 
 
-def _axis_of_positions(masks: list[Mask], keys: set[int]) -> int | None:
-    """The axis whose positions a mask compares with those of keys."""
+def _axis_of_positions(
+    masks: list[Mask], keys: set[int], queries: set[int]
+) -> int | None:
+    """The axis of queries whose positions a mask compares with those of keys.
+
+    Other positions may be lengths: of two batch entries any are numbers in steps.
+    """
     for mask in masks:
         for test in mask.condition.tests:
             if not isinstance(test, AtLeastZero):
@@ -175,7 +182,9 @@ def _axis_of_positions(masks: list[Mask], keys: set[int]) -> int | None:
             axes = [{x.axis for x in dim} for dim in dims]
             others = [x for x in axes if not x & keys]
             if len(axes) == 2 and len(others) == 1 and len(others[0]) == 1:
-                return others[0].pop()
+                (axis,) = others[0]
+                if axis in queries:
+                    return axis
     return None
 
 
@@ -191,8 +200,9 @@ def _dtype(found: Found, operands: list[Operand], narrowed: Any) -> Any:
         (one,) = own
         if one in (weights, narrowed) and one in _FLOATS:
             return one
-    wide = jnp.result_type(weights, *own)
-    wide = jnp.promote_types(wide, jnp.float32) if len(own) > 1 else wide
+    with own_rules():
+        wide = jnp.result_type(weights, *own)
+    wide = at_least_float32(wide) if len(own) > 1 else wide
     if wide not in _FLOATS:
         raise Lost(f"attention of {wide.name}")
     return wide

@@ -37,8 +37,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core.primitives import dot_general_p
+
+from pallas_kernels.core.promotion import at_least_float32
 
 Axes = tuple[str | None, ...]
 
@@ -270,7 +271,7 @@ def product(
         b,
         dimension_numbers=(contracting, batch),
         precision=(precision, precision) if is_pair else precision,
-        preferred_element_type=np.dtype(jnp.promote_types(a.dtype, jnp.float32)),
+        preferred_element_type=at_least_float32(a.dtype),
         out_sharding=None,
     )
 

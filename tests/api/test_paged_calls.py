@@ -174,6 +174,11 @@ WRONG = {
         "cu_query_lengths tree_mask",
     ),
     "causal": ({"is_causal": 1}, TypeError, "is_causal bool 1"),
+    "scale_nan": (
+        QUANTISED | {"key_scale": np.nan, "value_scale": 1.0},
+        ValueError,
+        "key_scale finite nan",
+    ),
     "splits": ({"config": Config(splits=9)}, ValueError, "splits=9 24"),
     "implementation": (
         {"implementation": "flash"},
@@ -234,6 +239,8 @@ def test_wrong_slots_and_codes():
         (lambda: page_slots(table[0], SLOTS, 8), "page_table (3,)"),
         (lambda: page_slots(table, SLOTS[:1], 8), "positions (1, 1)"),
         (lambda: page_slots(table, SLOTS, 0), "page_size 0"),
+        (lambda: page_slots(table, SLOTS, True), "page_size True"),
+        (lambda: page_slots(table, SLOTS, 8.0), "page_size 8.0"),
         (lambda: quantize_kv(NEW, jnp.int8, 0), "axes 0"),
         (lambda: quantize_kv(NEW, jnp.float16), "dtype float16"),
         (lambda: quantize_kv(NEW[..., :5], jnp.int4), "x (2, 1, 2, 5)"),
@@ -242,6 +249,19 @@ def test_wrong_slots_and_codes():
             call()
         name, got = words.split(" ", 1)
         assert name in str(caught.value) and got in str(caught.value)
+
+
+def test_numbers_of_64_bits():
+    """No kernel reads them: scales and slopes are float32 in it, as in attention."""
+    pages = jnp.ones((P, PAGE, K, H), jnp.int8)
+    with jax.enable_x64(True):
+        wide = jnp.ones((P, PAGE, K), jnp.float64)
+        given = GOOD | {"key_pages": pages, "value_pages": pages}
+        given |= {"key_scale": wide, "value_scale": wide[0, 0]}
+        given |= {"alibi_slopes": jnp.ones(N, jnp.float64)}
+        program = jax.make_jaxpr(lambda: paged_attention(**given))()
+    (call,) = (x for x in program.eqns if "flash2_forward" in str(x))
+    assert not any(x.aval.dtype == jnp.float64 for x in call.invars)
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])

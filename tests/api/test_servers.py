@@ -134,3 +134,97 @@ def test_version_3_writes_and_attends(dtype):
     )
     assert found.dtype == q.dtype
     np.testing.assert_array_equal(found, again)
+
+
+# By function: what is changed, the error, and what its message says.
+WRONG = {
+    "ragged_paged_attention": [
+        ("queries", np.zeros((TOKENS, N), "f4"), ValueError, r"queries .*\(16, 6\)"),
+        ("queries", jnp.zeros((TOKENS, N, H), int), TypeError, "queries .*int32"),
+        ("queries", jnp.zeros((TOKENS, 4, H)), ValueError, "keys .*queries, 4, got 3"),
+        ("keys", jnp.zeros((TOKENS, K, 64)), ValueError, r"keys .*\[16, K, 128\]"),
+        ("keys", jnp.zeros((9, K, H)), ValueError, r"keys .*got shape \(9, 3, 128\)"),
+        ("keys", jnp.zeros((TOKENS, K, H), "bfloat16"), TypeError, "keys .*bfloat16"),
+        ("values", jnp.zeros((TOKENS, 1, H)), ValueError, r"values .*\(16, 1, 128\)"),
+        ("values", jnp.zeros((TOKENS, K, 64)), ValueError, r"values .*\(16, 3, 64\)"),
+        ("values", jnp.zeros((TOKENS, K, H), int), TypeError, "values .*int32"),
+        ("kv_cache", [1], TypeError, "kv_cache .*list"),
+        ("kv_cache", jnp.zeros((1,) * 5, int), TypeError, "kv_cache .*int32"),
+        ("kv_lens", jnp.zeros(3), TypeError, "kv_lens .*float32"),
+        ("kv_lens", jnp.zeros(0, int), ValueError, "kv_lens .*sequence"),
+        ("kv_lens", jnp.zeros((4, 1), int), ValueError, r"kv_lens .*\(4, 1\)"),
+        ("page_indices", jnp.zeros(11, int), ValueError, r"page_indices .*\(11,\)"),
+        ("page_indices", jnp.zeros(12), TypeError, "page_indices .*float32"),
+        ("cu_q_lens", jnp.zeros(4, int), ValueError, r"cu_q_lens .*\[5\].*\(4,\)"),
+        ("distribution", jnp.int32(3), ValueError, r"distribution .*\[3\].*\(\)"),
+        ("sliding_window", 0, ValueError, "sliding_window .*got 0"),
+        ("sliding_window", 1.5, TypeError, "sliding_window .*got 1.5"),
+        ("sm_scale", None, TypeError, "sm_scale .*NoneType"),
+        ("sm_scale", np.nan, ValueError, "sm_scale .*nan"),
+        ("k_scale", "1", TypeError, "k_scale .*str"),
+        ("v_scale", jnp.ones(2), TypeError, r"v_scale .*\(2,\)"),
+        ("use_causal_mask", 1, TypeError, "use_causal_mask .*got 1"),
+        ("update_kv_cache", None, TypeError, "update_kv_cache .*None"),
+        ("out_dtype", "int8", TypeError, "out_dtype .*int8"),
+    ],
+    "ragged_paged_attention_sglang": [
+        ("keys", jnp.zeros((TOKENS, K)), ValueError, r"keys .*\(16, 3\)"),
+        ("kv_cache_fused", jnp.zeros(3), ValueError, r"kv_cache_fused .*\(3,\)"),
+        ("page_indices", jnp.zeros((4, 3), int), ValueError, "page_indices"),
+        ("cu_kv_lens", jnp.zeros(3, int), ValueError, r"cu_kv_lens .*\[5\].*\(3,\)"),
+        ("distribution", 3, TypeError, "distribution .*int"),
+        ("attention_sink", jnp.zeros(K), ValueError, r"attention_sink .*\(3,\)"),
+        ("causal", 2, TypeError, "causal .*got 2"),
+    ],
+    "ragged_paged_attention_v2": [
+        ("q", jnp.zeros((TOKENS, 4, H)), ValueError, "kv_pages .*of q, 4, got 3"),
+        ("q", jnp.zeros((TOKENS, N, 64)), ValueError, "kv_pages .*64"),
+        ("kv_pages", jnp.zeros((1, 8, 5, H)), ValueError, "kv_pages .*5, 128"),
+        ("kv_pages", jnp.zeros((1, 8, 6, H), "u1"), TypeError, "kv_pages .*uint8"),
+        ("page_indices", jnp.zeros((3, 4), int), ValueError, r"page_indices .*\[4, "),
+        ("num_seqs", jnp.int32(3), ValueError, r"num_seqs .*\[1\].*\(\)"),
+    ],
+    "get_kv_cache_shape": [
+        ("kv_dtype", "int4", TypeError, "kv_dtype .*float8_e4m3fn.*int4"),
+        ("kv_dtype", np.float64, TypeError, "kv_dtype .*float64"),
+        ("kv_dtype", "x", TypeError, "kv_dtype .*'x'"),
+        ("page_size", 0, ValueError, "page_size .*got 0"),
+        ("actual_num_kv_heads", 2.0, TypeError, "actual_num_kv_heads .*2.0"),
+    ],
+}
+
+
+def right(name: str) -> dict:
+    """Arguments that the function takes."""
+    q, cache, k, v, lengths, table, cu = inputs()
+    of_rows = {"queries": q, "keys": k, "values": v}
+    own = {"kv_lens": lengths, "cu_q_lens": cu}
+    if name == "get_kv_cache_shape":
+        sizes = ("total_num_pages", "page_size", "actual_num_kv_heads")
+        return dict.fromkeys((*sizes, "actual_head_dim"), 8) | {"kv_dtype": "bfloat16"}
+    if name == "ragged_paged_attention_v2":
+        few = {"page_indices": table, "num_seqs": jnp.array([3])}
+        return {"q": q, "kv_pages": cache, **own, **few}
+    if name == "ragged_paged_attention":
+        shape = servers.get_kv_cache_shape(PAGES, PAGE, K, H, q.dtype)
+        own |= {"kv_cache": cache.reshape(shape), "page_indices": table.ravel()}
+    else:
+        flat, starts = jnp.zeros(9, int), jnp.array([0, 24, 40, 48, 48])
+        own |= {"kv_cache_fused": cache, "page_indices": flat, "cu_kv_lens": starts}
+    return {**of_rows, **own, "distribution": jnp.array([1, 1, 3])}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    """Each error names the argument, what was given and what was expected."""
+    function, given = getattr(servers, name), right(name)
+    jax.eval_shape(lambda: function(**given))
+    for argument, wrong, error, words in WRONG[name]:
+        with pytest.raises(error, match=words):
+            jax.eval_shape(lambda x=given | {argument: wrong}: function(**x))
+
+
+@pytest.mark.parametrize("name", [x for x in WRONG if x != "get_kv_cache_shape"])
+def test_rules_of_promotion(name):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(lambda: getattr(servers, name)(**right(name)))

@@ -63,7 +63,7 @@ MUTANTS = [
         "jax_flash2/_rows.py",
         (
             "gradients of gathered rows summed in their own dtype",
-            "wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))",
+            "wide = x.astype(at_least_float32(x.dtype))",
             "wide = x.astype(x.dtype)",
             "tests/devices/test_context_corners.py -k 'gathered_rows or copies'",
         ),

@@ -11,6 +11,15 @@ FOLDER = "jax_flash2/_flashify/"
 
 MUTANTS = [
     *of(
+        FOLDER + "sites.py",
+        (
+            "lengths are positions of queries",
+            "if axis in queries:",
+            "if axis is not None:",
+            EDGES.format("known_lengths"),
+        ),
+    ),
+    *of(
         FOLDER + "score_rules.py",
         (
             "any number masks",

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from tests.faults.kernels import of
 
+RULES = "tests/transforms/test_promotion.py -k {}"
+
 MUTANTS = [
+    *of(
+        "pallas_kernels/core/promotion.py",
+        (
+            "the caller's rules of promotion hold in lists of blocks",
+            'with rank("allow"), dtype("standard"):',
+            "with contextlib.nullcontext():",
+            RULES.format("block_mask"),
+        ),
+        (
+            "a float that is added, by the caller's rules",
+            "return jnp.dtype(dtype if is_wider else jnp.float32)",
+            "return jnp.promote_types(dtype, jnp.float32)",
+            RULES.format("score_mod"),
+        ),
+    ),
     *of(
         "pallas_kernels/core/axes.py",
         (

@@ -6,6 +6,7 @@ from tests.faults.kernels import of
 
 PAGED = "tests/kernels/test_paged.py -k '{}'"
 CALLS = "tests/api/test_paged_calls.py"
+SERVERS = "tests/api/test_servers.py"
 PAGES = "tests/core/test_pages.py"
 LOWERED = "tests/triton/test_paged_lowering.py -k '{}'"
 WINDOW = PAGED.format("small_pages_window and triton")
@@ -208,6 +209,51 @@ MUTANTS = [
             "clipped(as_integers(name, x), -1, _LAST)",
             "jnp.asarray(as_integers(name, x))",
             f"{CALLS} -k extreme",
+        ),
+    ),
+    *of(
+        "jax_flash2/_pools.py",
+        (
+            "a kernel reads scales of 64 bits",
+            "x = as_scale(name, x, widest=4)",
+            "x = as_scale(name, x)",
+            f"{CALLS} -k 64_bits",
+        ),
+    ),
+    *of(
+        "jax_flash2/_paged.py",
+        (
+            "a kernel reads slopes of 64 bits",
+            'as_floats("alibi_slopes", x, widest=4)',
+            'as_floats("alibi_slopes", x)',
+            f"{CALLS} -k 64_bits",
+        ),
+    ),
+    *of(
+        "jax_flash2/_server_arguments.py",
+        (
+            "values of fewer heads are written beside keys",
+            "if values.shape != keys.shape:",
+            "if values.ndim != keys.ndim:",
+            f"{SERVERS} -k wrong",
+        ),
+        (
+            "new rows are cut to what the cache holds",
+            "if x.dtype != of_cache.dtype:",
+            "if not jnp.issubdtype(x.dtype, jnp.floating):",
+            f"{SERVERS} -k wrong",
+        ),
+        (
+            "a cache of int4 in words of bytes",
+            "if dtype is None or dtype not in _OF_CACHES:",
+            "if dtype is None or dtype.itemsize > 4:",
+            f"{SERVERS} -k wrong",
+        ),
+        (
+            "a window has a key more",
+            "return size - 1, 0",
+            "return size, 0",
+            f"{SERVERS} -k 'version_2 and window'",
         ),
     ),
 ]

@@ -188,6 +188,24 @@ def test_ids_of_keys_in_another_order():
     np.testing.assert_allclose(flashify(own)(x, ids), own(x, ids), atol=1e-3)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_known_lengths_are_no_positions(is_causal):
+    """Of two batch entries any lengths are numbers in steps, as positions are."""
+    lengths = jnp.array([3, 7])
+    q, k = jax.random.normal(jax.random.key(0), (2, 2, 7, 2, 8))
+
+    def own(q, k):
+        keep = (jnp.arange(7) < lengths[:, None])[:, None, None]
+        keep &= jnp.tril(jnp.ones((7, 7), bool)) | (not is_causal)
+        s = jnp.where(keep, jnp.einsum("btnd,bsnd->bnts", q, k), -jnp.inf)
+        return jnp.einsum("bnts,bsnd->btnd", softmax(s), k)
+
+    fast = flashify(own)
+    (site,) = fast.report(q, k).replaced
+    assert ("is_causal" in site.arguments) == is_causal and "mask" in site.arguments
+    np.testing.assert_allclose(fast(q, k), own(q, k), atol=1e-3)
+
+
 def test_a_users_derivative_of_a_function_of_jax():
     own = jax.custom_jvp(jnp.exp)
     own.defjvp(lambda x, t: (own(*x), 3.0 * t[0]))

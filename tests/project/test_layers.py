@@ -74,6 +74,7 @@ LAYERS = (
     ("jax_flash2/_make_block_mask.py",),
     ("jax_flash2/_pools.py", "jax_flash2/_ragged.py"),
     ("jax_flash2/_paged.py", "jax_flash2/_cache.py"),
+    ("jax_flash2/_server_arguments.py",),
     ("jax_flash2/servers.py",),
     ("jax_flash2/_linear.py",),
     ("jax_flash2/_ring.py",),
@@ -87,6 +88,7 @@ LAYERS = (
     ("jax_flash2/tune",),
 )
 CORE = (  # of the folder, likewise
+    "promotion",
     "arithmetic",
     "axes",
     "ranges",

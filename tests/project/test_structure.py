@@ -30,7 +30,7 @@ DEEP_FUNCTIONS = 0
 TUNER = "jax_flash2/tune"  # its calls have features, as those of the tests
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
 ARGUMENTS += ("_block_mask", "_make_block_mask", "_plot")  # which draws masks
-ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers")
+ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers", "_server_arguments")
 FEATURES = {
     "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 20, 39),

@@ -20,7 +20,9 @@ keys (`forward_loop.KeyLoop`), and stores its output.
 First come the edges: the blocks in which pairs may be masked, or one block if there
 are none. They have a running maximum (`flash2.update`). Then come all the others, with
 the maximum fixed, as in `flash2.accumulate`. A mask with an element for each pair may
-mask some pairs of any block: then only the first block has a running maximum.
+mask some pairs of any block: then only the first block has a running maximum. Where
+products become scores (`forward_loop.KeyLoop`, by `Pairs.scores_of`), a consumer
+applies the masks, in the edges alone. Biases and the like come in all blocks.
 
 A row may leave the range in which a fixed maximum is exact (`flash2.in_range`). Its
 warpgroup then stores nothing. After its last work tile, the thread block goes through

@@ -83,8 +83,9 @@ class Storage:
     """What decides which tiles and barriers shared memory holds.
 
     Whether blocks fit is asked before the schedule and the number of retries are known.
-    Their defaults are those that take the most barriers, 256 bytes more than the least:
-    a barrier of 8 bytes for each of 31 slots, and one for the second retry.
+    So `taken_tiles` and `retries` are by default those that take the most barriers, 256
+    bytes more than the least: a barrier of 8 bytes for each of 31 slots, and one for
+    the second retry.
 
     Attributes:
       blocks: of the kernel.
