@@ -12,15 +12,13 @@ differ in the names around their runs, not in those inside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from jax_flash2._flashify.digits import Digit
-from jax_flash2._flashify.graph import Call, Node, Value, is_known
+from jax_flash2._flashify.alike import Pairs, same_operation
+from jax_flash2._flashify.graph import Call, Node, Value, is_literal
 from jax_flash2._flashify.plan import Plan, is_live
+from jax_flash2._flashify.sites import Site
 
 Names = tuple[Any, ...]  # as in a `NameStack`
 
@@ -42,8 +40,9 @@ class Run:
     Attributes:
       names: the scopes around all of it.
       is_alone: whether it is one step that must not be inside a `jit` of ours.
-      kind: the same for runs that are the same function of their inputs, with the same
-        lines, and the same names inside; None of what is alone.
+      first: the first run that is the same function of its inputs, with the same
+        lines, and the same names inside; None if this is the first.
+      is_repeated: whether this is the first of several.
       inputs: the arrays that it reads, in the order in which it does.
       outputs: the values of it that are read later.
     """
@@ -51,7 +50,8 @@ class Run:
     steps: list[Step]
     names: Names
     is_alone: bool
-    kind: int | None = None
+    first: Run | None = None
+    is_repeated: bool = False
     inputs: list[Value] = dataclasses.field(default_factory=list)
     outputs: list[Value] = dataclasses.field(default_factory=list)
 
@@ -65,17 +65,59 @@ def runs_of(plan: Plan) -> list[Run]:
         run.outputs = [x for x in made if x in later]
         for step in run.steps:
             later.update(_reads(plan, step.item))
-    kinds: dict[Any, int] = {}
+    kinds: dict[Any, list[Run]] = {}
     for run in runs:
         if not run.is_alone:
-            run.kind = kinds.setdefault(_key(plan, run), len(kinds))
+            _sort(plan, run, kinds.setdefault(_places(plan, run), []))
     return runs
 
 
-def _reads(plan: Plan, item: Node | Call) -> list[Value]:
+def _sort(plan: Plan, run: Run, others: list[Run]) -> None:
+    """Finds what a run reads, and the first of others that it is like."""
+    for other in others:
+        pairs = _paired(plan, other, run)
+        if pairs is not None:
+            run.first, other.is_repeated = other, True
+            run.inputs = [x for _, x in pairs.inputs]
+            return
+    own = {x for step in run.steps for x in step.item.outputs}
+    read = dict.fromkeys(x for step in run.steps for x in _reads(plan, step.item))
+    run.inputs = [x for x in read if x not in own and not is_literal(x)]
+    others.append(run)
+
+
+def _places(plan: Plan, run: Run) -> Any:
+    """Lines and names inside of a run, and what is a site."""
+    depth, sites = len(run.names), plan.sites
+    return tuple(
+        (item in sites, item.equation.source_info.traceback, names[depth:])
+        for item, names in run.steps
+    )
+
+
+def _paired(plan: Plan, first: Run, second: Run) -> Pairs | None:
+    """The values of two runs, if they are the same function of their inputs."""
+    pairs, sites = Pairs(), plan.sites
+    for (a, _), (b, _) in zip(first.steps, second.steps, strict=True):
+        if a in sites:
+            is_same = _same_site(sites[a], sites[b])
+        else:
+            is_same = same_operation(a.equation, b.equation)
+        if not is_same or not pairs.read(_reads(plan, a), _reads(plan, b)):
+            return None
+        pairs.make(a.outputs, b.outputs)
+    is_same = [pairs.of[x] for x in first.outputs] == second.outputs
+    return pairs if is_same else None
+
+
+def _same_site(a: Site, b: Site) -> bool:
+    return a.form is b.form or a.form.identity == b.form.identity
+
+
+def _reads(plan: Plan, item: Node | Call) -> Sequence[Value]:
     """The values that a step takes."""
     if item in plan.sites:
-        return [x.value for x in plan.sites[item].operands()]
+        return plan.sites[item].arrays
     if item in plan.inner:
         captured = [x for own in plan.inner[item][1] for x in own.captured]
         return [*item.inputs, *captured]
@@ -144,52 +186,3 @@ def _in_common(left: Names, right: Names) -> int:
             break
         count += 1
     return count
-
-
-def _key(plan: Plan, run: Run) -> Any:
-    """The key of a run, whose inputs it finds."""
-    numbers: dict[Value, int] = {}
-
-    def number(value: Value) -> Any:
-        if value in numbers:
-            return numbers[value]
-        if _is_literal(value):
-            return value.aval, np.asarray(value.constant).tobytes()
-        run.inputs.append(value)
-        numbers[value] = len(numbers)
-        return numbers[value], value.aval
-
-    depth, tokens = len(run.names), []
-    for item, names in run.steps:
-        equation = item.equation
-        if item in plan.sites:
-            what = _numbered(plan.sites[item], number), item.outputs[0].aval
-        else:
-            inputs = tuple(map(number, item.inputs))
-            params = tuple(equation.params.items())
-            what = equation.primitive, params, equation.ctx, inputs
-        tokens.append((what, equation.source_info.traceback, names[depth:]))
-        for x in item.outputs:
-            numbers.setdefault(x, len(numbers))
-    return (*tokens, *(numbers[x] for x in run.outputs))
-
-
-def _is_literal(value: Value) -> bool:
-    x = value.constant
-    return is_known(value) and not value.shape and not isinstance(x, jax.Array)
-
-
-# Of a site, where it stands in the program.
-_PLACES = ("root", "product", "weights")
-
-
-def _numbered(x: Any, number: Callable[[Value], Any]) -> Any:
-    """A record with numbers instead of values."""
-    if isinstance(x, Value):
-        return number(x)
-    if isinstance(x, tuple) and not isinstance(x, Digit):
-        return tuple(_numbered(y, number) for y in x)
-    if dataclasses.is_dataclass(x):
-        names = (y.name for y in dataclasses.fields(x) if y.name not in _PLACES)
-        return type(x), *(_numbered(getattr(x, y), number) for y in names)
-    return x
