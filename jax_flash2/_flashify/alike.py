@@ -26,49 +26,48 @@ class Pairs:
     def __init__(self):
         self.of: dict[Value, Value] = {}
         self.inputs: list[tuple[Value, Value]] = []
-        self._seconds: set[Value] = set()
 
     def read(self, first: Sequence[Value], second: Sequence[Value]) -> bool:
         """Whether both pieces may read these next."""
+        of = self.of
         for a, b in zip(first, second, strict=True):
-            known = self.of.get(a)
-            if known is b or (known is None and _same_literal(a, b)):
+            known = of.get(a)
+            if known is b:
                 continue
-            if known is not None or b in self._seconds or not _fit(a, b):
+            if known is not None:
                 return False
+            if a.constant is not None and is_literal(a):
+                if not _same_literal(a, b):
+                    return False
+                continue
+            if a.aval != b.aval or is_literal(b):
+                return False
+            of[a] = b
             self.inputs.append((a, b))
-            self._add(a, b)
         return True
 
     def make(self, first: Sequence[Value], second: Sequence[Value]) -> None:
         """Notes what both pieces make next."""
         for a, b in zip(first, second, strict=True):
-            self._add(a, b)
+            self.of[a] = b
 
-    def _add(self, a: Value, b: Value) -> None:
-        self.of[a] = b
-        self._seconds.add(b)
+    def are_different(self) -> bool:
+        """Whether no two values of the first are one of the second."""
+        return len({*self.of.values()}) == len(self.of)
 
 
 def same_operation(a: Any, b: Any) -> bool:
     """Whether two equations do the same with their operands."""
     return a is b or (
         a.primitive is b.primitive
-        and len(a.invars) == len(b.invars)
         and a.params == b.params
         and a.ctx == b.ctx
+        and len(a.invars) == len(b.invars)
     )
 
 
-def _fit(a: Value, b: Value) -> bool:
-    """Whether two values may be inputs of the same function."""
-    return a.aval == b.aval and not is_literal(a) and not is_literal(b)
-
-
 def _same_literal(a: Value, b: Value) -> bool:
-    """Whether two values are the same number, bit by bit."""
-    if a.constant is None or b.constant is None or a.aval != b.aval:
-        return False
-    if not is_literal(a) or not is_literal(b):
+    """Whether a value is the same number as a literal, bit by bit."""
+    if a.aval != b.aval or not is_literal(b):
         return False
     return np.asarray(a.constant).tobytes() == np.asarray(b.constant).tobytes()

@@ -61,9 +61,11 @@ class Node:
     def __init__(self, equation, inputs: list[Value]):
         self.equation, self.inputs = equation, inputs
         self.name: str = equation.primitive.name
-        self.inner: dict[str, tuple[Graph, ...]] = _inner(equation, inputs)
-        avals = enumerate(x.aval for x in equation.outvars)
-        self.outputs = [Value(x, self, i) for i, x in avals]
+        self.inner: dict[str, tuple[Graph, ...]] = {}
+        if self.name in _WITH_GRAPHS:
+            self.inner = _inner(equation, inputs)
+        outputs = enumerate(equation.outvars)
+        self.outputs = [Value(x.aval, self, i) for i, x in outputs]
 
     @property
     def params(self) -> dict:
@@ -146,7 +148,8 @@ def _walked(
     items: list[Node | Call] = []
     for equation in jaxpr.eqns:
         own = [of(x) for x in equation.invars]
-        body = _called(equation)
+        is_call = equation.primitive.name in _CALLS
+        body = _called(equation) if is_call else None
         if body is not None:
             inner, outputs = _walked(body, own, nodes)
             item = Call(equation, own, outputs, inner)
@@ -165,8 +168,6 @@ _CALLS = {*_JIT, "closed_call", "core_call", "custom_jvp_call"}
 def _called(equation) -> Any | None:
     """The body of a call that may run in line: the same function, and derivatives."""
     name, params = equation.primitive.name, equation.params
-    if name not in _CALLS:
-        return None
     if name in _JIT:
         named = [*params["in_shardings"], *params["out_shardings"]]
         is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in named)
@@ -187,8 +188,6 @@ def constants_of_scan(params: dict) -> int:
 
 def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
     name, params = equation.primitive.name, equation.params
-    if name not in _WITH_GRAPHS:
-        return _NO_GRAPHS
     if name in _WITH_JAXPR:
         return {"jaxpr": (graph_of(params["jaxpr"], inputs),)}
     if name == "shard_map":
@@ -206,7 +205,6 @@ def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
 
 
 _WITH_GRAPHS = {*_WITH_JAXPR, "shard_map", "cond", "scan", "while"}
-_NO_GRAPHS: dict[str, tuple[Graph, ...]] = {}
 
 
 def _padded(own: list[Value], count: int) -> list[Value | None]:

@@ -63,14 +63,13 @@ class Pieces:
         if len(first) != len(second):
             return None
         for a, b in zip(first, second, strict=True):
-            if (
-                not same_operation(a.equation, b.equation)
-                or (a in products) != (b in products)
-                or not pairs.read(a.inputs, b.inputs)
-            ):
+            if not same_operation(a.equation, b.equation):
+                return None
+            if not pairs.read(a.inputs, b.inputs):
                 return None
             pairs.make(a.outputs, b.outputs)
-        return pairs
+        of_first, of_second = ([x in products for x in y] for y in (first, second))
+        return pairs if of_first == of_second and pairs.are_different() else None
 
     def _are_apart(self, piece: Piece, second: Sequence[Node], pairs: Pairs) -> bool:
         """Whether nothing else is known of what the two read, or of what they make.

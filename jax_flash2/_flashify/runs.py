@@ -58,7 +58,9 @@ class Run:
 
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
-    runs = _cut(plan, list(_steps(plan, plan.graph.items, ())))
+    products: dict[Node, Names | None] = {x.product: None for x in plan.sites.values()}
+    steps = list(_steps(plan, plan.graph.items, (), products))
+    runs = _cut(plan, steps, _scopes(plan, steps, products))
     later = set(plan.graph.outputs)
     for run in reversed(runs):
         made = dict.fromkeys(x for step in run.steps for x in step.item.outputs)
@@ -107,7 +109,7 @@ def _paired(plan: Plan, first: Run, second: Run) -> Pairs | None:
             return None
         pairs.make(a.outputs, b.outputs)
     is_same = [pairs.of[x] for x in first.outputs] == second.outputs
-    return pairs if is_same else None
+    return pairs if is_same and pairs.are_different() else None
 
 
 def _same_site(a: Site, b: Site) -> bool:
@@ -124,38 +126,51 @@ def _reads(plan: Plan, item: Node | Call) -> Sequence[Value]:
     return item.inputs
 
 
-def _steps(plan: Plan, items: list[Node | Call], names: Names) -> Iterator[Step]:
-    """What is live, with calls that are opened replaced by what they have inside."""
+def _steps(
+    plan: Plan,
+    items: list[Node | Call],
+    names: Names,
+    products: dict[Node, Names | None],
+) -> Iterator[Step]:
+    """What is live, with calls that are opened replaced by what they have inside.
+
+    Args:
+      products: of sites, whose names it puts there.
+    """
+    live = plan.live
     for item in items:
-        own = names + item.equation.source_info.name_stack.stack
-        if isinstance(item, Node):
-            if item in plan.live:
-                yield Step(item, own)
-        elif item in plan.opened:
-            yield from _steps(plan, item.items, own)
-        elif is_live(plan, item):
+        is_node = isinstance(item, Node)
+        if is_node and item not in live and item not in products:
+            continue
+        own = item.equation.source_info.name_stack.stack
+        own = names + own if own else names
+        if item in plan.opened:
+            yield from _steps(plan, item.items, own, products)
+        elif item in products:
+            products[item] = own
+        elif is_node or is_live(plan, item):
             yield Step(item, own)
 
 
-def _cut(plan: Plan, steps: list[Step]) -> list[Run]:
+def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
     """Runs of one scope, with one site at most."""
     runs: list[Run] = []
-    has_site = False
-    for step, names in zip(steps, _scopes(plan, steps), strict=True):
-        is_site = step.item in plan.sites
-        is_alone = _stays_alone(plan, step.item)
-        last = runs[-1] if runs else None
+    sites = plan.sites
+    run, has_site = None, False
+    for step, names in zip(steps, scopes, strict=True):
+        item = step.item
+        is_site, is_alone = item in sites, _stays_alone(plan, item)
         if (
-            last is None
+            run is None
             or is_alone
-            or last.is_alone
+            or run.is_alone
             or (is_site and has_site)
-            or last.names != names
+            or run.names != names
         ):
-            runs.append(Run([], names, is_alone))
-            has_site = False
-        runs[-1].steps.append(step)
-        has_site |= is_site
+            run, has_site = Run([], names, is_alone), False
+            runs.append(run)
+        run.steps.append(step)
+        has_site = has_site or is_site
     return runs
 
 
@@ -164,25 +179,34 @@ def _stays_alone(plan: Plan, item: Node | Call) -> bool:
     return item in plan.inner or bool(item.equation.effects)
 
 
-def _scopes(plan: Plan, steps: list[Step]) -> list[Names]:
-    """For each step, the innermost scope that the site before or after is in, too."""
+def _scopes(
+    plan: Plan, steps: list[Step], products: dict[Node, Names | None]
+) -> list[Names]:
+    """For each step, the innermost scope that the site before or after is in, too.
+
+    A site reaches from its product, where that has been seen, to its root.
+    """
 
     def depths(steps: Iterable[Step]) -> list[int]:
         found, site = [], ()
         for item, names in steps:
-            site = names if item in plan.sites else site
-            found.append(_in_common(names, site) if names and site else 0)
+            if item in plan.sites:
+                first = products[plan.sites[item].product]
+                site = names if first is None else _in_common(names, first)
+            found.append(len(_in_common(names, site)) if names and site else 0)
         return found
 
+    if not any(names for _, names in steps):
+        return [()] * len(steps)
     both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
     return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
 
 
-def _in_common(left: Names, right: Names) -> int:
-    """How many elements both begin with."""
+def _in_common(left: Names, right: Names) -> Names:
+    """What both begin with."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
             break
         count += 1
-    return count
+    return left[:count]

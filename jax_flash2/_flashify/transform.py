@@ -185,4 +185,4 @@ def _check_results(function: Callable, result: Any) -> None:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))  # a union is made anew
