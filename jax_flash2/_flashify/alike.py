@@ -7,62 +7,61 @@ is known of what both read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_flash2._flashify.graph import Value, is_literal
 
+Pairs = dict[Value, Value]  # from values of one piece to those of another
 
-class Pairs:
-    """Which value of one piece is which of another.
 
-    Attributes:
-      of: for each value of the first, that of the second.
-      inputs: those of them that the pieces do not make themselves, in the order in
-        which they are read. Literals are none.
+class Piece(NamedTuple):
+    """Operations that follow each other: equations, and what they make and read."""
+
+    equations: Sequence[Any]
+    made: Sequence[Value]
+    read: Sequence[Value]
+
+
+def paired(first: Piece, second: Piece) -> tuple[Pairs, Pairs] | None:
+    """The values of two pieces, if these are the same function of what they read.
+
+    Returns:
+      All values, and those that the pieces do not make, in the order in which they are
+      read. Literals are in neither.
     """
-
-    def __init__(self):
-        self.of: dict[Value, Value] = {}
-        self.inputs: list[tuple[Value, Value]] = []
-
-    def read(self, first: Sequence[Value], second: Sequence[Value]) -> bool:
-        """Whether both pieces may read these next."""
-        of = self.of
-        for a, b in zip(first, second, strict=True):
-            known = of.get(a)
-            if known is b:
-                continue
-            if known is not None:
-                return False
-            if a.constant is not None and is_literal(a):
-                if not _same_literal(a, b):
-                    return False
-                continue
-            if a.aval != b.aval or is_literal(b):
-                return False
-            of[a] = b
-            self.inputs.append((a, b))
-        return True
-
-    def make(self, first: Sequence[Value], second: Sequence[Value]) -> None:
-        """Notes what both pieces make next."""
-        for a, b in zip(first, second, strict=True):
-            self.of[a] = b
-
-    def are_different(self) -> bool:
-        """Whether no two values of the first are one of the second."""
-        return len({*self.of.values()}) == len(self.of)
+    if not _are_same(first.equations, second.equations):
+        return None
+    pairs: Pairs = dict(zip(first.made, second.made, strict=True))
+    inputs: Pairs = {}
+    for a, b in zip(first.read, second.read, strict=True):
+        known = pairs.get(a)
+        if known is b:
+            continue
+        if known is not None:
+            return None
+        if a.constant is not None and is_literal(a):
+            if not _same_literal(a, b):
+                return None
+        elif a.aval != b.aval or is_literal(b):
+            return None
+        else:
+            pairs[a] = inputs[a] = b
+    return (pairs, inputs) if is_one_to_one(pairs) else None
 
 
-def same_operation(a: Any, b: Any) -> bool:
-    """Whether two equations do the same with their operands."""
-    return a is b or (
-        a.primitive is b.primitive
-        and a.params == b.params
-        and a.ctx == b.ctx
-        and len(a.invars) == len(b.invars)
+def is_one_to_one(pairs: Pairs) -> bool:
+    return len({*pairs.values()}) == len(pairs)
+
+
+def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether equations do the same with their operands."""
+    return (
+        [x.primitive for x in first] == [x.primitive for x in second]
+        and [x.params for x in first] == [x.params for x in second]
+        and [x.ctx for x in first] == [x.ctx for x in second]
+        and [len(x.invars) for x in first] == [len(x.invars) for x in second]
     )
 
 

@@ -12,8 +12,8 @@ from jax_flash2._flashify import digits
 from jax_flash2._flashify.alike import Pairs
 from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
 from jax_flash2._flashify.graph import Graph, Node, Value
+from jax_flash2._flashify.layers import Layer, Layers
 from jax_flash2._flashify.meaning import Meanings
-from jax_flash2._flashify.pieces import Piece, Pieces
 from jax_flash2._flashify.score_rules import ScoreRules, in_dtype
 
 _PLAIN = (
@@ -49,43 +49,40 @@ class Matcher(ScoreRules):
         self._nodes = graph.nodes
         self._products = _before_exponentials(graph.nodes)
         # Of each root what is found, and which values of it are which others here.
-        self.found: dict[Node, tuple[Found, dict[Value, Value]]] = {}
+        self.found: dict[Node, tuple[Found, Pairs]] = {}
         # Where exponentials of something lost are: node of the exponential -> reason.
         self.lost: dict[Node, str] = {}
 
     def run(self) -> None:
         nodes, start = self._nodes, 0 if self._products else len(self._nodes)
-        pieces = Pieces(nodes, self._products, self.facts, self._meanings)
+        layers = Layers(nodes, self._products, self.facts, self._meanings)
         while start < len(nodes):
-            same = pieces.like(start)
-            if same is None:
-                end = self._searched(start)
-                if nodes[end - 1] in self.found:
-                    pieces.add(self._piece(nodes[start:end]))
-            else:
+            same = layers.like(start)
+            if same is not None:
                 end = start + len(same[0].nodes)
                 self._copy(nodes[end - 1], *same)
+            else:
+                end = self._searched(start)
+                if nodes[end - 1] in self.found:
+                    layers.add(start, end)
             start = end
 
     def _searched(self, start: int) -> int:
-        """Where the piece ends that begins at a node."""
+        """Where the layer ends that begins at a place."""
         for end, node in enumerate(self._nodes[start:], start + 1):
             self._visit(node)
             if node in self.found:
                 return end
         return len(self._nodes)
 
-    def _piece(self, nodes: list[Node]) -> Piece:
-        lost = {x: self.lost[x] for x in nodes if x in self.lost}
-        return Piece(nodes, self.found[nodes[-1]][0], lost)
-
-    def _copy(self, root: Node, piece: Piece, pairs: Pairs) -> None:
-        """What a piece has, of one that is like it."""
-        self.found[root] = piece.found, pairs.of
-        for node, reason in piece.lost.items():
-            own = pairs.of[node.outputs[0]].node
-            assert own is not None
-            self.lost[own] = reason
+    def _copy(self, root: Node, layer: Layer, pairs: Pairs) -> None:
+        """What is found in a layer, for another that is like it."""
+        self.found[root] = self.found[layer.nodes[-1]][0], pairs
+        for node in layer.nodes:
+            if node in self.lost:
+                own = pairs[node.outputs[0]].node
+                assert own is not None
+                self.lost[own] = self.lost[node]
 
     def _visit(self, node: Node) -> None:
         facts, is_product = self.facts, node in self._products

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax_flash2._flashify.alike import Pairs, same_operation
+from jax_flash2._flashify.alike import Piece, paired
 from jax_flash2._flashify.graph import Call, Node, Value, is_literal
 from jax_flash2._flashify.plan import Plan, is_live
 from jax_flash2._flashify.sites import Site
@@ -62,30 +62,36 @@ def runs_of(plan: Plan) -> list[Run]:
     steps = list(_steps(plan, plan.graph.items, (), products))
     runs = _cut(plan, steps, _scopes(plan, steps, products))
     later = set(plan.graph.outputs)
-    for run in reversed(runs):
-        made = dict.fromkeys(x for step in run.steps for x in step.item.outputs)
-        run.outputs = [x for x in made if x in later]
-        for step in run.steps:
-            later.update(_reads(plan, step.item))
-    kinds: dict[Any, list[Run]] = {}
-    for run in runs:
+    pieces = [_piece(plan, run) for run in runs]
+    for run, piece in zip(reversed(runs), reversed(pieces), strict=True):
+        run.outputs = [x for x in piece.made if x in later]
+        later.update(piece.read)
+    kinds: dict[Any, list[tuple[Run, Piece]]] = {}
+    for run, piece in zip(runs, pieces, strict=True):
         if not run.is_alone:
-            _sort(plan, run, kinds.setdefault(_places(plan, run), []))
+            _sort(plan, run, piece, kinds.setdefault(_places(plan, run), []))
     return runs
 
 
-def _sort(plan: Plan, run: Run, others: list[Run]) -> None:
+def _piece(plan: Plan, run: Run) -> Piece:
+    items = [x for x, _ in run.steps]
+    made = [y for x in items for y in x.outputs]
+    if any(isinstance(x, Call) for x in items):  # which may pass on what it reads
+        made = [y for x in items for y in x.outputs if y not in x.inputs]
+    read = [y for x in items for y in _reads(plan, x)]
+    return Piece([x.equation for x in items if x not in plan.sites], made, read)
+
+
+def _sort(plan: Plan, run: Run, piece: Piece, others: list[tuple[Run, Piece]]) -> None:
     """Finds what a run reads, and the first of others that it is like."""
-    for other in others:
-        pairs = _paired(plan, other, run)
-        if pairs is not None:
-            run.first, other.is_repeated = other, True
-            run.inputs = [x for _, x in pairs.inputs]
+    for other, its_piece in others:
+        inputs = _paired(plan, (other, its_piece), (run, piece))
+        if inputs is not None:
+            run.first, other.is_repeated, run.inputs = other, True, inputs
             return
-    own = {x for step in run.steps for x in step.item.outputs}
-    read = dict.fromkeys(x for step in run.steps for x in _reads(plan, step.item))
-    run.inputs = [x for x in read if x not in own and not is_literal(x)]
-    others.append(run)
+    made, read = {*piece.made}, dict.fromkeys(piece.read)
+    run.inputs = [x for x in read if x not in made and not is_literal(x)]
+    others.append((run, piece))
 
 
 def _places(plan: Plan, run: Run) -> Any:
@@ -97,23 +103,20 @@ def _places(plan: Plan, run: Run) -> Any:
     )
 
 
-def _paired(plan: Plan, first: Run, second: Run) -> Pairs | None:
-    """The values of two runs, if they are the same function of their inputs."""
-    pairs, sites = Pairs(), plan.sites
-    for (a, _), (b, _) in zip(first.steps, second.steps, strict=True):
-        if a in sites:
-            is_same = _same_site(sites[a], sites[b])
-        else:
-            is_same = same_operation(a.equation, b.equation)
-        if not is_same or not pairs.read(_reads(plan, a), _reads(plan, b)):
+def _paired(plan: Plan, *both: tuple[Run, Piece]) -> list[Value] | None:
+    """What the second run reads, if both are the same function of their inputs."""
+    (first, its_piece), (second, piece) = both
+    sites = plan.sites
+    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run, _ in both)
+    for a, b in zip(*forms, strict=True):
+        if a is not b and a.identity != b.identity:
             return None
-        pairs.make(a.outputs, b.outputs)
-    is_same = [pairs.of[x] for x in first.outputs] == second.outputs
-    return pairs if is_same and pairs.are_different() else None
-
-
-def _same_site(a: Site, b: Site) -> bool:
-    return a.form is b.form or a.form.identity == b.form.identity
+    found = paired(its_piece, piece)
+    if found is None:
+        return None
+    pairs, inputs = found
+    is_same = [pairs[x] for x in first.outputs] == second.outputs
+    return [*inputs.values()] if is_same else None
 
 
 def _reads(plan: Plan, item: Node | Call) -> Sequence[Value]:
@@ -153,7 +156,11 @@ def _steps(
 
 
 def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
-    """Runs of one scope, with one site at most."""
+    """Runs of one scope, with one site at most.
+
+    Outside of all scopes they begin with the site, so that the first layer is like the
+    others from there on.
+    """
     runs: list[Run] = []
     sites = plan.sites
     run, has_site = None, False
@@ -164,7 +171,7 @@ def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
             run is None
             or is_alone
             or run.is_alone
-            or (is_site and has_site)
+            or (is_site and (has_site or not names))
             or run.names != names
         ):
             run, has_site = Run([], names, is_alone), False
