@@ -134,7 +134,7 @@ def is_literal(value: Value) -> bool:
 def _walked(
     closed: Any, inputs: Sequence[Value], nodes: list[Node]
 ) -> tuple[list[Node | Call], list[Value]]:
-    """Items and results of a jaxpr, whose nodes are appended to those that there are."""
+    """Items and results of a jaxpr, whose nodes are appended to others."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for variable, x in zip(jaxpr.constvars, consts, strict=True):

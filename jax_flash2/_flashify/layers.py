@@ -1,7 +1,7 @@
 """Layers of a graph that were searched for attention, and others that are like them.
 
 A layer is here what follows one root of attention, up to the next. What was found in
-one holds of those that are alike (`alike`), if the rules can tell them apart by nothing.
+one holds of those that are alike (`alike`), if nothing tells the rules which it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Layers:
         self._searched.append(Layer(self._nodes[start:end], self._products))
 
     def like(self, start: int) -> tuple[Layer, Pairs] | None:
-        """A layer with the same roots as what begins at a place, and pairs of values."""
+        """A layer that is like what begins at a place, and which values are which."""
         for layer in reversed(self._searched[-_MOST_LAYERS:]):
             nodes = self._nodes[start : start + len(layer.nodes)]
             if nodes[-1].name == layer.nodes[-1].name:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from jax_flash2._flashify.alike import Piece, paired
 from jax_flash2._flashify.graph import Call, Node, Value, is_literal
 from jax_flash2._flashify.plan import Plan, is_live
-from jax_flash2._flashify.sites import Site
 
 Names = tuple[Any, ...]  # as in a `NameStack`
 
