@@ -91,6 +91,18 @@ class Graph:
     items: list[Node | Call]
     nodes: list[Node]
 
+    def forget(self) -> None:
+        """Parts nodes from what they make, since each holds the other.
+
+        The program, and arrays that it closes over, would else stay in memory up to the
+        next collection of all garbage, and make that come sooner.
+        """
+        for node in self.nodes:
+            node.outputs.clear()
+            for graphs in node.inner.values():
+                for graph in graphs:
+                    graph.forget()
+
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
     for item in items:

@@ -305,6 +305,18 @@ MUTANTS = [
             TESTS.format("derivatives_of_their_own"),
         ),
         (
+            "nodes stay until a collection of garbage",
+            "node.outputs.clear()",
+            "pass",
+            ALIKE.format("'garbage and equal'"),
+        ),
+        (
+            "nodes of inner graphs stay",
+            "graph.forget()",
+            "pass",
+            ALIKE.format("'garbage and checkpoint'"),
+        ),
+        (
             "a user's derivative of a function of JAX is JAX's",
             "for x in infos)",
             "for x in infos[:1])",
