@@ -96,8 +96,8 @@ MUTANTS = [
         ),
         (
             "equal pieces may have any operands",
-            "        if known is not None:\n            return None",
-            "        if known is not None:\n            continue",
+            "if known is b:",
+            "if known is not None:",
             RUNS.format("'different and operand'"),
         ),
         (
