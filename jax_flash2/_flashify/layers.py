@@ -15,7 +15,7 @@ from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.meaning import Meanings
 
 # A layer is compared with so many others: those that were searched last.
-_MOST_LAYERS = 8
+_MOST_LAYERS = 4
 
 
 class Layer:
