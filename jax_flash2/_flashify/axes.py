@@ -15,6 +15,7 @@ from jax_flash2._flashify.digits import (
     reshaped,
 )
 from jax_flash2._flashify.facts import DEPTH, VALUE, Lost, Operand, Product
+from jax_flash2._flashify.graph import Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +83,20 @@ def seen_through(operand: Operand, *, widened: bool = True) -> Operand:
             found = Operand(value, layout)
 
 
-def _before(node, layout: Layout, widened: bool) -> tuple | None:
+_SEEN_THROUGH = {
+    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "tile"),
+    *("copy", "copy_p", "pvary", "pcast", "convert_element_type"),
+}
+
+
+def is_seen_through(node: Node) -> bool:
+    """Whether `seen_through` may look at what is before a node."""
+    return node.name in _SEEN_THROUGH
+
+
+def _before(node: Node, layout: Layout, widened: bool) -> tuple | None:
     """(operand of a node, its layout, whether it is smaller), if it can be told."""
-    if not node.inputs:
+    if not is_seen_through(node):
         return None
     value, params = node.inputs[0], node.params
     old, new = value.shape, node.outputs[0].shape
@@ -101,12 +113,11 @@ def _before(node, layout: Layout, widened: bool) -> tuple | None:
         return value, found, value.aval.size < node.outputs[0].aval.size
     if node.name == "tile":
         return _before_tile(value, layout, params["reps"])
-    if node.name in ("copy", "copy_p", "pvary", "pcast"):
+    if node.name != "convert_element_type":
         return value, layout, False
-    if node.name == "convert_element_type" and widened:
-        is_wider = value.aval.dtype.itemsize < node.outputs[0].aval.dtype.itemsize
-        if is_wider and jnp.issubdtype(value.aval.dtype, jnp.floating):
-            return value, layout, True
+    is_wider = value.aval.dtype.itemsize < node.outputs[0].aval.dtype.itemsize
+    if widened and is_wider and jnp.issubdtype(value.aval.dtype, jnp.floating):
+        return value, layout, True
     return None
 
 

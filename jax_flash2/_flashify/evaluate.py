@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,20 +21,19 @@ def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list
     """The results of a graph."""
     env: dict[Value, Any] = dict(zip(plan.captured, captured, strict=True))
     env.update(zip(plan.graph.inputs, inputs, strict=True))
-    runs = runs_of(plan)
-    counts = collections.Counter(x.kind for x in runs)
-    functions: dict[int, Callable] = {}
-    for own in runs:
+    functions: dict[Run, Callable] = {}
+    for own in runs_of(plan):
         args = [_read(env, x) for x in own.inputs]
         is_traced = any(isinstance(x, jax.core.Tracer) for x in args)
-        if own.kind is None or counts[own.kind] == 1 or not is_traced:
+        if not (own.first or own.is_repeated) or not is_traced:
             _run(plan, own.steps, 0, env)
             continue
-        if own.kind not in functions:
-            functions[own.kind] = _function(plan, own)
+        first = own.first or own
+        if first not in functions:
+            functions[first] = _function(plan, first)
         traceback = own.steps[0].item.equation.source_info.traceback
         with _place(traceback, own.names):
-            found = functions[own.kind](*args)
+            found = functions[first](*args)
         env.update(zip(own.outputs, found, strict=True))
     return [_read(env, x) for x in plan.graph.outputs]
 
@@ -66,7 +64,8 @@ def _run(plan: Plan, steps: Iterable[Step], depth: int, env: dict) -> None:
 
 def _results(plan: Plan, item: Node | Call, read: Callable) -> list[Any]:
     if item in plan.sites:
-        return [rewrite.result(plan.sites[item], read)]
+        site = plan.sites[item]
+        return [rewrite.result(site.form, [read(x) for x in site.arrays])]
     args = [read(x) for x in item.inputs]
     if item not in plan.inner:
         return _bound(item.equation, args)

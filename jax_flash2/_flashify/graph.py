@@ -42,7 +42,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.aval.shape)
+        return self.aval.shape
 
     @property
     def origin(self) -> Value:
@@ -53,17 +53,19 @@ class Value:
         return found
 
 
-@dataclasses.dataclass(eq=False)
 class Node:
     """An operation. `inner` are its graphs, by the parameter that has them."""
 
-    equation: Any
-    inputs: list[Value]
-    inner: dict[str, tuple[Graph, ...]]
-    outputs: list[Value] = dataclasses.field(default_factory=list)
+    __slots__ = ("equation", "inner", "inputs", "name", "outputs")
 
-    def __post_init__(self):
-        self.name: str = self.equation.primitive.name
+    def __init__(self, equation, inputs: list[Value]):
+        self.equation, self.inputs = equation, inputs
+        self.name: str = equation.primitive.name
+        self.inner: dict[str, tuple[Graph, ...]] = {}
+        if self.name in _WITH_GRAPHS:
+            self.inner = _inner(equation, inputs)
+        outputs = enumerate(equation.outvars)
+        self.outputs = [Value(x.aval, self, i) for i, x in outputs]
 
     @property
     def params(self) -> dict:
@@ -82,14 +84,24 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """Nodes and calls in an order in which they can run."""
+    """Nodes and calls in an order in which they can run; `nodes` has those of calls."""
 
     inputs: list[Value]
     outputs: list[Value]
     items: list[Node | Call]
+    nodes: list[Node]
 
-    def __post_init__(self):
-        self.nodes = list(nodes_of(self.items))
+    def forget(self) -> None:
+        """Parts nodes from what they make, since each holds the other.
+
+        The program, and arrays that it closes over, would else stay in memory up to the
+        next collection of all garbage, and make that come sooner.
+        """
+        for node in self.nodes:
+            node.outputs.clear()
+            for graphs in node.inner.values():
+                for graph in graphs:
+                    graph.forget()
 
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
@@ -109,8 +121,9 @@ def graph_of(closed: Any, outer: Sequence[Value | None] | None = None) -> Graph:
     jaxpr = getattr(closed, "jaxpr", closed)
     outer = [None] * len(jaxpr.invars) if outer is None else outer
     inputs = [Value(x.aval, outer=o) for x, o in zip(jaxpr.invars, outer, strict=True)]
-    items, outputs = _walked(closed, inputs)
-    return Graph(inputs, outputs, items)
+    nodes: list[Node] = []
+    items, outputs = _walked(closed, inputs, nodes)
+    return Graph(inputs, outputs, items, nodes)
 
 
 def is_known(value: Value) -> bool:
@@ -123,7 +136,17 @@ def is_known(value: Value) -> bool:
     return isinstance(x, np.ndarray | np.generic | int | float)
 
 
-def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
+def is_literal(value: Value) -> bool:
+    """Whether it is one number, which the program has in its text."""
+    x = value.constant
+    is_number = x is not None and not value.shape and is_known(value)
+    return is_number and not isinstance(x, jax.Array)
+
+
+def _walked(
+    closed: Any, inputs: Sequence[Value], nodes: list[Node]
+) -> tuple[list[Node | Call], list[Value]]:
+    """Items and results of a jaxpr, whose nodes are appended to others."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for variable, x in zip(jaxpr.constvars, consts, strict=True):
@@ -137,17 +160,21 @@ def _walked(closed: Any, inputs: Sequence[Value]) -> tuple[list, list[Value]]:
     items: list[Node | Call] = []
     for equation in jaxpr.eqns:
         own = [of(x) for x in equation.invars]
-        body = _called(equation)
+        is_call = equation.primitive.name in _CALLS
+        body = _called(equation) if is_call else None
         if body is not None:
-            inner, outputs = _walked(body, own)
-            items.append(Call(equation, own, outputs, inner))
+            inner, outputs = _walked(body, own, nodes)
+            item = Call(equation, own, outputs, inner)
         else:
-            node = Node(equation, own, _inner(equation, own))
-            outputs = [Value(x.aval, node, i) for i, x in enumerate(equation.outvars)]
-            node.outputs = outputs
-            items.append(node)
-        known.update(zip(equation.outvars, outputs, strict=True))
+            item = Node(equation, own)
+            nodes.append(item)
+        items.append(item)
+        for variable, x in zip(equation.outvars, item.outputs, strict=True):
+            known[variable] = x
     return items, [of(x) for x in jaxpr.outvars]
+
+
+_CALLS = {*_JIT, "closed_call", "core_call", "custom_jvp_call"}
 
 
 def _called(equation) -> Any | None:
@@ -157,14 +184,12 @@ def _called(equation) -> Any | None:
         named = [*params["in_shardings"], *params["out_shardings"]]
         is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in named)
         return params["jaxpr"] if is_plain else None
-    if name in ("closed_call", "core_call"):
+    if name != "custom_jvp_call":
         return params["call_jaxpr"]
-    if name == "custom_jvp_call":
-        body, rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
-        infos = (getattr(body, "jaxpr", body).debug_info, rule.debug_info)
-        is_of_jax = all(_JAX in (x.func_src_info or "") for x in infos)
-        return body if is_of_jax else None  # a user's rule may be another function's
-    return None
+    body, rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
+    infos = (getattr(body, "jaxpr", body).debug_info, rule.debug_info)
+    is_of_jax = all(_JAX in (x.func_src_info or "") for x in infos)
+    return body if is_of_jax else None  # a user's rule may be another function's
 
 
 def constants_of_scan(params: dict) -> int:
@@ -185,15 +210,13 @@ def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
     if name == "scan":
         own = inputs[: constants_of_scan(params)]
         return {"jaxpr": (graph_of(params["jaxpr"], _padded(own, len(inputs))),)}
-    if name == "while":
-        first, count = params["cond_nconsts"], params["body_nconsts"]
-        own = inputs[first : first + count]
-        padded = _padded(own, len(inputs) - first)
-        return {"body_jaxpr": (graph_of(params["body_jaxpr"], padded),)}
-    return _NO_GRAPHS
+    first, count = params["cond_nconsts"], params["body_nconsts"]
+    own = inputs[first : first + count]
+    padded = _padded(own, len(inputs) - first)
+    return {"body_jaxpr": (graph_of(params["body_jaxpr"], padded),)}
 
 
-_NO_GRAPHS: dict[str, tuple[Graph, ...]] = {}
+_WITH_GRAPHS = {*_WITH_JAXPR, "shard_map", "cond", "scan", "while"}
 
 
 def _padded(own: list[Value], count: int) -> list[Value | None]:

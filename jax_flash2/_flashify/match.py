@@ -9,8 +9,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from jax_flash2._flashify import digits
+from jax_flash2._flashify.alike import Pairs
 from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
 from jax_flash2._flashify.graph import Graph, Node, Value
+from jax_flash2._flashify.layers import Layer, Layers
 from jax_flash2._flashify.meaning import Meanings
 from jax_flash2._flashify.score_rules import ScoreRules, in_dtype
 
@@ -27,7 +29,7 @@ _PLAIN = (
 _MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Found:
     """A root, whose value is softmax(scores) . values, and what is known of it."""
 
@@ -44,25 +46,53 @@ class Matcher(ScoreRules):
 
     def __init__(self, graph: Graph, meanings: Meanings):
         super().__init__(meanings)
-        self._graph = graph
-        self.found: list[Found] = []
+        self._nodes = graph.nodes
+        self._products = _before_exponentials(graph.nodes)
+        # Of each root what is found, and which values of it are which others here.
+        self.found: dict[Node, tuple[Found, Pairs]] = {}
         # Where exponentials of something lost are: node of the exponential -> reason.
-        self.lost: dict[Node, tuple[Product, str]] = {}
+        self.lost: dict[Node, str] = {}
 
     def run(self) -> None:
-        facts = self.facts
-        nodes = self._graph.nodes
-        products = _before_exponentials(nodes)
-        if not products:
-            return
-        for node in nodes:
-            if facts.keys().isdisjoint(node.inputs) and node not in products:
-                continue
-            known = [facts.get(x) for x in node.inputs]
-            if node.name == "dot_general":
-                self._product(node, known, node in products)
+        nodes, start = self._nodes, 0 if self._products else len(self._nodes)
+        layers = Layers(nodes, self._products, self.facts, self._meanings)
+        while start < len(nodes):
+            same = layers.like(start)
+            if same is not None:
+                end = start + len(same[0].nodes)
+                self._copy(nodes[end - 1], *same)
             else:
-                self._step(node, known)
+                end = self._searched(start)
+                if nodes[end - 1] in self.found:
+                    layers.add(start, end)
+            start = end
+
+    def _searched(self, start: int) -> int:
+        """Where the layer ends that begins at a place."""
+        for end, node in enumerate(self._nodes[start:], start + 1):
+            self._visit(node)
+            if node in self.found:
+                return end
+        return len(self._nodes)
+
+    def _copy(self, root: Node, layer: Layer, pairs: Pairs) -> None:
+        """What is found in a layer, for another that is like it."""
+        self.found[root] = self.found[layer.nodes[-1]][0], pairs
+        for node in layer.nodes:
+            if node in self.lost:
+                own = pairs[node.outputs[0]].node
+                assert own is not None
+                self.lost[own] = self.lost[node]
+
+    def _visit(self, node: Node) -> None:
+        facts, is_product = self.facts, node in self._products
+        if facts.keys().isdisjoint(node.inputs) and not is_product:
+            return
+        known = [facts.get(x) for x in node.inputs]
+        if node.name == "dot_general":
+            self._product(node, known, is_product)
+        else:
+            self._step(node, known)
 
     def _step(self, node: Node, known: list[Fact | None]) -> None:
         if len(node.outputs) != 1:
@@ -96,7 +126,7 @@ class Matcher(ScoreRules):
         if first.kind not in kept or node.name.startswith(("reduce", "arg")):
             return None
         if node.name in ("exp", "exp2") or first.kind in ("exp", "prob"):
-            self.lost.setdefault(node, (first.product, reason))
+            self.lost.setdefault(node, reason)
             return None
         return first.replace(kind="lost", reason=reason)
 
@@ -113,7 +143,7 @@ class Matcher(ScoreRules):
             try:
                 self._weighted(node, fact, side)
             except Lost as why:
-                self.lost.setdefault(node, (fact.product, str(why)))
+                self.lost.setdefault(node, str(why))
             return
         value = node.outputs[0]
         if not may_be_scores or not jnp.issubdtype(value.aval.dtype, jnp.floating):
@@ -166,7 +196,7 @@ class Matcher(ScoreRules):
         product = fact.second
         assert product is not None
         own = (root, product, fact, fact.values, fact.weights, fact.layout)
-        self.found.append(Found(*own))
+        self.found[root] = Found(*own), {}
 
     # Operations that keep the numbers.
 

@@ -75,6 +75,10 @@ class Meanings:
         self._known[value] = found or _itself(value)
         return self._known[value]
 
+    def was_asked(self, value: Value) -> bool:
+        """Whether anything was made of what an array means."""
+        return value.origin in self._known
+
     def number(self, value: Value) -> float | None:
         """The number that all of an array is, if it is known."""
         found = self.of(value)

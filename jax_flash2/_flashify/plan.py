@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jax_flash2._flashify.facts import Lost
 from jax_flash2._flashify.graph import Call, Graph, Node, Value, nodes_of
-from jax_flash2._flashify.match import Matcher
+from jax_flash2._flashify.match import Found, Matcher
 from jax_flash2._flashify.meaning import Meanings
-from jax_flash2._flashify.sites import Site, site_of
+from jax_flash2._flashify.sites import Form, Site, form_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,6 @@ class Left:
     """A softmax of scores that is left alone: where, and why."""
 
     node: Node
-    product: Node
     reason: str
 
 
@@ -63,15 +62,20 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     matcher = Matcher(graph, meanings)
     matcher.run()
     sites: dict[Node, Site] = {}
-    left = [
-        Left(node, product.node, why) for node, (product, why) in matcher.lost.items()
-    ]
-    narrowed = _narrowed(graph, [x.root for x in matcher.found])
-    for found in matcher.found:
-        try:
-            sites[found.root] = site_of(found, narrowed.get(found.root))
-        except Lost as why:
-            left.append(Left(found.root, found.fact.product.node, str(why)))
+    left = [Left(node, why) for node, why in matcher.lost.items()]
+    narrowed = _narrowed(graph, [*matcher.found])
+    forms: dict[tuple[Found, Any], Form | str] = {}
+    for root, (found, other) in matcher.found.items():
+        key = found, narrowed.get(root)
+        form = forms[key] = forms.get(key) or _form_or_reason(*key)
+        if isinstance(form, str):
+            left.append(Left(root, form))
+            continue
+        arrays = tuple(other.get(x, x) for x in form.arrays)
+        product = found.fact.product.node.outputs[0]
+        node = other.get(product, product).node
+        assert node is not None
+        sites[root] = Site(root, node, form, arrays)
     inner, every = {}, []
     for node in (x for x in graph.nodes if x.inner):
         plans = [
@@ -86,6 +90,13 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
     plan.left += [x for _, own in every for p in own if not p.has_sites for x in p.left]
     _finish(plan, _kept_sites(plan))
     return plan
+
+
+def _form_or_reason(found: Found, narrowed: Any) -> Form | str:
+    try:
+        return form_of(found, narrowed)
+    except Lost as why:
+        return str(why)
 
 
 def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
@@ -117,14 +128,12 @@ def _kept_sites(plan: Plan) -> set[Value]:
     """
     while True:
         live, needed = _needs(plan)
-        kept = {root: x for root, x in plan.sites.items() if x.product.node not in live}
+        kept = {root: x for root, x in plan.sites.items() if x.product not in live}
         if len(kept) == len(plan.sites):
             plan.live = live
             return needed
         why = "scores or probabilities are used elsewhere"
-        for root, site in plan.sites.items():
-            if root not in kept:
-                plan.left.append(Left(root, site.product.node, why))
+        plan.left += [Left(root, why) for root in plan.sites if root not in kept]
         plan.sites = kept
 
 
@@ -137,7 +146,7 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
             continue
         live.add(node)
         if node in plan.sites:
-            needed.update(x.value for x in plan.sites[node].operands())
+            needed.update(plan.sites[node].arrays)
             continue
         needed.update(node.inputs)
         for own in plan.inner.get(node, ("", ()))[1]:
@@ -150,7 +159,7 @@ def _finish(plan: Plan, needed: set[Value]) -> None:
     own = {*graph.inputs, *graph.nodes}
     others = (x for x in needed if x.constant is None and (x.node or x) not in own)
     plan.captured = list(dict.fromkeys(others))
-    read = {x.value for root in plan.sites for x in plan.sites[root].operands()}
+    read = {x for site in plan.sites.values() for x in site.arrays}
     read |= {
         x for _, plans in plan.inner.values() for own in plans for x in own.captured
     }

@@ -87,19 +87,16 @@ def _of_left(left: Left) -> SiteReport:
 
 
 def _of_site(site: Site) -> SiteReport:
-    values = list(dict.fromkeys(x.value for x in site.operands()))
-    structs = [_struct(x) for x in values]
-    numbers: dict = {}
+    form, numbers = site.form, {}
 
     def function(*arrays):
-        known = dict(zip(values, arrays, strict=True))
-        given = rewrite.arguments(site, known.__getitem__)
+        given = rewrite.arguments(form, rewrite.reader(form, arrays))
         arrays = {k: x for k, x in given.items() if isinstance(x, jax.Array)}
         numbers.update({k: x for k, x in given.items() if k not in arrays})
         return arrays
 
-    given = {**jax.eval_shape(function, *structs), **numbers}
-    return SiteReport(_line(site.root), given, explain(**given), site.bytes_saved)
+    given = {**jax.eval_shape(function, *map(_struct, site.arrays)), **numbers}
+    return SiteReport(_line(site.root), given, explain(**given), form.bytes_saved)
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:

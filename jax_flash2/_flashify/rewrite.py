@@ -1,9 +1,9 @@
-"""Computes a `Site` by `attention`: arrays of the program in, its result out."""
+"""Computes a `Form` by `attention`: arrays of the program in, its result out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,42 +16,48 @@ from jax_flash2._flashify.digits import FREE, Dim, Layout, size_of
 from jax_flash2._flashify.facts import Added, Operand
 from jax_flash2._flashify.graph import Value
 from jax_flash2._flashify.masks import Dense
-from jax_flash2._flashify.sites import Site
+from jax_flash2._flashify.sites import Form
 from pallas_kernels.core.promotion import at_least_float32
 
 Read = Callable[[Value], jax.Array]
 
 
-def arguments(site: Site, read: Read) -> dict[str, Any]:
+def arguments(form: Form, read: Read) -> dict[str, Any]:
     """The arguments of `attention`."""
-    axes, dtype = site.axes, site.dtype
+    axes, dtype = form.axes, form.dtype
     heads = axes.heads + axes.group
     query = [*axes.of_batch, axes.rows, heads, axes.depth]
     key = [*axes.of_batch, axes.keys, axes.heads]
     found: dict[str, Any] = {
-        "query": _cast(_whole(site.query, query, read), dtype),
-        "key": _cast(_whole(site.key, [*key, axes.depth], read), dtype),
-        "value": _cast(_whole(site.value, [*key, axes.width], read), dtype),
-        "scale": site.scale,
-        "logits_soft_cap": site.cap,
-        "precision": site.precision,
+        "query": _cast(_whole(form.query, query, read), dtype),
+        "key": _cast(_whole(form.key, [*key, axes.depth], read), dtype),
+        "value": _cast(_whole(form.value, [*key, axes.width], read), dtype),
+        "scale": form.scale,
+        "logits_soft_cap": form.cap,
+        "precision": form.precision,
     }
-    found |= _masks(site, read)
-    biases = [_bias(x, axes, read) for x in site.biases]
+    found |= _masks(form, read)
+    biases = [_bias(x, axes, read) for x in form.biases]
     found |= _biases(biases, [x.size for x in axes.batch], found)
     return {k: x for k, x in found.items() if x is not None}
 
 
-def result(site: Site, read: Read) -> jax.Array:
+def reader(form: Form, arrays: Sequence[jax.Array]) -> Read:
+    """Reads the arrays of a site by the values of its form."""
+    return dict(zip(form.arrays, arrays, strict=True)).__getitem__
+
+
+def result(form: Form, arrays: Sequence[jax.Array]) -> jax.Array:
     """What the root of a site has as its result."""
-    given = arguments(site, read)
+    read = reader(form, arrays)
+    given = arguments(form, read)
     out = attention(**given)
-    if site.masks.empty != "none":
-        out = _with_empty_rows(site, read, given, out)
-    axes = site.axes
+    if form.masks.empty != "none":
+        out = _with_empty_rows(form, read, given, out)
+    axes = form.axes
     groups = [*axes.of_batch, axes.rows, axes.heads + axes.group, axes.width]
-    out = _arranged(out, groups, site.layout)
-    aval = site.root.outputs[0].aval
+    out = _arranged(out, groups, form.layout)
+    aval = form.aval
     return _cast(_reshaped(out, list(aval.shape)), aval.dtype)
 
 
@@ -96,8 +102,8 @@ def _bias(bias: Added, axes: Axes, read: Read) -> jax.Array:
     return array if wide is None else array.astype(wide) * bias.factor
 
 
-def _masks(site: Site, read: Read) -> dict[str, Any]:
-    masks, axes = site.masks, site.axes
+def _masks(form: Form, read: Read) -> dict[str, Any]:
+    masks, axes = form.masks, form.axes
     found: dict[str, Any] = {}
     if masks.window is not None:
         found |= _window(*masks.window)
@@ -148,9 +154,9 @@ def _all(kept: list[jax.Array]) -> jax.Array:
     return found
 
 
-def _with_empty_rows(site: Site, read: Read, given, out: jax.Array) -> jax.Array:
+def _with_empty_rows(form: Form, read: Read, given, out: jax.Array) -> jax.Array:
     """The program's own result in rows that all masks leave without keys."""
-    axes, masks = site.axes, site.masks
+    axes, masks = form.axes, form.masks
     kept = _all([_kept(x, axes, read) for x in masks.keeps])
     has_keys = jnp.any(kept, axis=-1, keepdims=True)  # [*batch, heads, rows, 1]
     has_keys = jnp.swapaxes(has_keys, -3, -2)  # [*batch, rows, heads, 1]
@@ -162,20 +168,20 @@ def _with_empty_rows(site: Site, read: Read, given, out: jax.Array) -> jax.Array
     if masks.empty == "nan":
         empty = jnp.full_like(empty, jnp.nan)  # no NaN in others' gradients
     if masks.empty == "mean of scores":
-        empty = empty + _without_value(_linear(site, given, value - mean, group, wide))
+        empty = empty + _without_value(_linear(form, given, value - mean, group, wide))
     if masks.is_sum:
         empty = empty * size_of(axes.keys)
     return jnp.where(has_keys, out, empty.astype(out.dtype))
 
 
-def _linear(site: Site, given, apart: jax.Array, group: int, wide) -> jax.Array:
+def _linear(form: Form, given, apart: jax.Array, group: int, wide) -> jax.Array:
     """The derivative of equal probabilities by their scores, times the scores.
 
     Scores that a large number was added to are rounded away, but have a gradient.
     """
     query, key = (given[x].astype(wide) for x in ("query", "key"))
-    count = size_of(site.axes.keys)
-    apart = lax.stop_gradient(apart) * (site.scale / count)
+    count = size_of(form.axes.keys)
+    apart = lax.stop_gradient(apart) * (form.scale / count)
     both = jnp.einsum("...skh,...skd->...khd", key, apart)
     return jnp.einsum("...tnh,...nhd->...tnd", query, jnp.repeat(both, group, axis=-3))
 

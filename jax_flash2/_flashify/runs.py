@@ -12,14 +12,11 @@ differ in the names around their runs, not in those inside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from jax_flash2._flashify.digits import Digit
-from jax_flash2._flashify.graph import Call, Node, Value, is_known
+from jax_flash2._flashify.alike import Piece, paired
+from jax_flash2._flashify.graph import Call, Node, Value, is_literal
 from jax_flash2._flashify.plan import Plan, is_live
 
 Names = tuple[Any, ...]  # as in a `NameStack`
@@ -42,8 +39,9 @@ class Run:
     Attributes:
       names: the scopes around all of it.
       is_alone: whether it is one step that must not be inside a `jit` of ours.
-      kind: the same for runs that are the same function of their inputs, with the same
-        lines, and the same names inside; None of what is alone.
+      first: the first run that is the same function of its inputs, with the same
+        lines, and the same names inside; None if this is the first.
+      is_repeated: whether this is the first of several.
       inputs: the arrays that it reads, in the order in which it does.
       outputs: the values of it that are read later.
     """
@@ -51,69 +49,134 @@ class Run:
     steps: list[Step]
     names: Names
     is_alone: bool
-    kind: int | None = None
+    first: Run | None = None
+    is_repeated: bool = False
     inputs: list[Value] = dataclasses.field(default_factory=list)
     outputs: list[Value] = dataclasses.field(default_factory=list)
 
 
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
-    runs = _cut(plan, list(_steps(plan, plan.graph.items, ())))
+    products: dict[Node, Names | None] = {x.product: None for x in plan.sites.values()}
+    steps = list(_steps(plan, plan.graph.items, (), products))
+    runs = _cut(plan, steps, _scopes(plan, steps, products))
     later = set(plan.graph.outputs)
-    for run in reversed(runs):
-        made = dict.fromkeys(x for step in run.steps for x in step.item.outputs)
-        run.outputs = [x for x in made if x in later]
-        for step in run.steps:
-            later.update(_reads(plan, step.item))
-    kinds: dict[Any, int] = {}
-    for run in runs:
+    pieces = [_piece(plan, run) for run in runs]
+    for run, piece in zip(reversed(runs), reversed(pieces), strict=True):
+        run.outputs = [x for x in piece.made if x in later]
+        later.update(piece.read)
+    kinds: dict[Any, list[tuple[Run, Piece]]] = {}
+    for run, piece in zip(runs, pieces, strict=True):
         if not run.is_alone:
-            run.kind = kinds.setdefault(_key(plan, run), len(kinds))
+            _sort(plan, run, piece, kinds.setdefault(_places(plan, run), []))
     return runs
 
 
-def _reads(plan: Plan, item: Node | Call) -> list[Value]:
+def _piece(plan: Plan, run: Run) -> Piece:
+    items = [x for x, _ in run.steps]
+    made = [y for x in items for y in x.outputs]
+    if any(isinstance(x, Call) for x in items):  # which may pass on what it reads
+        made = [y for x in items for y in x.outputs if y not in x.inputs]
+    read = [y for x in items for y in _reads(plan, x)]
+    return Piece([x.equation for x in items if x not in plan.sites], made, read)
+
+
+def _sort(plan: Plan, run: Run, piece: Piece, others: list[tuple[Run, Piece]]) -> None:
+    """Finds what a run reads, and the first of others that it is like."""
+    for other, its_piece in others:
+        inputs = _paired(plan, (other, its_piece), (run, piece))
+        if inputs is not None:
+            run.first, other.is_repeated, run.inputs = other, True, inputs
+            return
+    made, read = {*piece.made}, dict.fromkeys(piece.read)
+    run.inputs = [x for x in read if x not in made and not is_literal(x)]
+    others.append((run, piece))
+
+
+def _places(plan: Plan, run: Run) -> Any:
+    """Lines and names inside of a run, and what is a site."""
+    depth, sites = len(run.names), plan.sites
+    return tuple(
+        (item in sites, item.equation.source_info.traceback, names[depth:])
+        for item, names in run.steps
+    )
+
+
+def _paired(plan: Plan, *both: tuple[Run, Piece]) -> list[Value] | None:
+    """What the second run reads, if both are the same function of their inputs."""
+    (first, its_piece), (second, piece) = both
+    sites = plan.sites
+    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run, _ in both)
+    for a, b in zip(*forms, strict=True):
+        if a is not b and a.identity != b.identity:
+            return None
+    found = paired(its_piece, piece)
+    if found is None:
+        return None
+    pairs, inputs = found
+    is_same = [pairs[x] for x in first.outputs] == second.outputs
+    return [*inputs.values()] if is_same else None
+
+
+def _reads(plan: Plan, item: Node | Call) -> Sequence[Value]:
     """The values that a step takes."""
     if item in plan.sites:
-        return [x.value for x in plan.sites[item].operands()]
+        return plan.sites[item].arrays
     if item in plan.inner:
         captured = [x for own in plan.inner[item][1] for x in own.captured]
         return [*item.inputs, *captured]
     return item.inputs
 
 
-def _steps(plan: Plan, items: list[Node | Call], names: Names) -> Iterator[Step]:
-    """What is live, with calls that are opened replaced by what they have inside."""
+def _steps(
+    plan: Plan,
+    items: list[Node | Call],
+    names: Names,
+    products: dict[Node, Names | None],
+) -> Iterator[Step]:
+    """What is live, with calls that are opened replaced by what they have inside.
+
+    Args:
+      products: of sites, whose names it puts there.
+    """
+    live = plan.live
     for item in items:
-        own = names + item.equation.source_info.name_stack.stack
-        if isinstance(item, Node):
-            if item in plan.live:
-                yield Step(item, own)
-        elif item in plan.opened:
-            yield from _steps(plan, item.items, own)
-        elif is_live(plan, item):
+        is_node = isinstance(item, Node)
+        if is_node and item not in live and item not in products:
+            continue
+        own = item.equation.source_info.name_stack.stack
+        own = names + own if own else names
+        if item in plan.opened:
+            yield from _steps(plan, item.items, own, products)
+        elif item in products:
+            products[item] = own
+        elif is_node or is_live(plan, item):
             yield Step(item, own)
 
 
-def _cut(plan: Plan, steps: list[Step]) -> list[Run]:
-    """Runs of one scope, with one site at most."""
+def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
+    """Runs of one scope, with one site at most.
+
+    Outside of all scopes they begin with the site, so that the first layer is like the
+    others from there on.
+    """
     runs: list[Run] = []
-    has_site = False
-    for step, names in zip(steps, _scopes(plan, steps), strict=True):
-        is_site = step.item in plan.sites
-        is_alone = _stays_alone(plan, step.item)
-        last = runs[-1] if runs else None
+    sites = plan.sites
+    run, has_site = None, False
+    for step, names in zip(steps, scopes, strict=True):
+        item = step.item
+        is_site, is_alone = item in sites, _stays_alone(plan, item)
         if (
-            last is None
+            run is None
             or is_alone
-            or last.is_alone
-            or (is_site and has_site)
-            or last.names != names
+            or run.is_alone
+            or (is_site and (has_site or not names))
+            or run.names != names
         ):
-            runs.append(Run([], names, is_alone))
-            has_site = False
-        runs[-1].steps.append(step)
-        has_site |= is_site
+            run, has_site = Run([], names, is_alone), False
+            runs.append(run)
+        run.steps.append(step)
+        has_site = has_site or is_site
     return runs
 
 
@@ -122,74 +185,34 @@ def _stays_alone(plan: Plan, item: Node | Call) -> bool:
     return item in plan.inner or bool(item.equation.effects)
 
 
-def _scopes(plan: Plan, steps: list[Step]) -> list[Names]:
-    """For each step, the innermost scope that the site before or after is in, too."""
+def _scopes(
+    plan: Plan, steps: list[Step], products: dict[Node, Names | None]
+) -> list[Names]:
+    """For each step, the innermost scope that the site before or after is in, too.
+
+    A site reaches from its product, where that has been seen, to its root.
+    """
 
     def depths(steps: Iterable[Step]) -> list[int]:
         found, site = [], ()
         for item, names in steps:
-            site = names if item in plan.sites else site
-            found.append(_in_common(names, site) if names and site else 0)
+            if item in plan.sites:
+                first = products[plan.sites[item].product]
+                site = names if first is None else _in_common(names, first)
+            found.append(len(_in_common(names, site)) if names and site else 0)
         return found
 
+    if not any(names for _, names in steps):
+        return [()] * len(steps)
     both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
     return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
 
 
-def _in_common(left: Names, right: Names) -> int:
-    """How many elements both begin with."""
+def _in_common(left: Names, right: Names) -> Names:
+    """What both begin with."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:
             break
         count += 1
-    return count
-
-
-def _key(plan: Plan, run: Run) -> Any:
-    """The key of a run, whose inputs it finds."""
-    numbers: dict[Value, int] = {}
-
-    def number(value: Value) -> Any:
-        if value in numbers:
-            return numbers[value]
-        if _is_literal(value):
-            return value.aval, np.asarray(value.constant).tobytes()
-        run.inputs.append(value)
-        numbers[value] = len(numbers)
-        return numbers[value], value.aval
-
-    depth, tokens = len(run.names), []
-    for item, names in run.steps:
-        equation = item.equation
-        if item in plan.sites:
-            what = _numbered(plan.sites[item], number), item.outputs[0].aval
-        else:
-            inputs = tuple(map(number, item.inputs))
-            params = tuple(equation.params.items())
-            what = equation.primitive, params, equation.ctx, inputs
-        tokens.append((what, equation.source_info.traceback, names[depth:]))
-        for x in item.outputs:
-            numbers.setdefault(x, len(numbers))
-    return (*tokens, *(numbers[x] for x in run.outputs))
-
-
-def _is_literal(value: Value) -> bool:
-    x = value.constant
-    return is_known(value) and not value.shape and not isinstance(x, jax.Array)
-
-
-# Of a site, where it stands in the program.
-_PLACES = ("root", "product", "weights")
-
-
-def _numbered(x: Any, number: Callable[[Value], Any]) -> Any:
-    """A record with numbers instead of values."""
-    if isinstance(x, Value):
-        return number(x)
-    if isinstance(x, tuple) and not isinstance(x, Digit):
-        return tuple(_numbered(y, number) for y in x)
-    if dataclasses.is_dataclass(x):
-        names = (y.name for y in dataclasses.fields(x) if y.name not in _PLACES)
-        return type(x), *(_numbered(getattr(x, y), number) for y in names)
-    return x
+    return left[:count]

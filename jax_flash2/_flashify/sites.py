@@ -1,18 +1,19 @@
-"""From what was found to a `Site`: what one call of `attention` takes, and gives."""
+"""From what was found to a `Form`: what one call of `attention` takes, and gives."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from jax_flash2._flashify.axes import Axes, Cuts, axes_of, seen_through
 from jax_flash2._flashify.conditions import AtLeastZero
-from jax_flash2._flashify.digits import Layout, size_of
+from jax_flash2._flashify.digits import Digit, Layout, size_of
 from jax_flash2._flashify.facts import (
     Added,
     Cap,
@@ -20,7 +21,6 @@ from jax_flash2._flashify.facts import (
     Lost,
     Mask,
     Operand,
-    Product,
     Scale,
     Step,
 )
@@ -33,23 +33,24 @@ _MOST_HEAD_SIZE = 512
 _FLOATS = [*map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """Attention in a program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """What one call of `attention` is, whatever its arrays are.
+
+    Values in it stand for arrays: those of the site where it was found.
 
     Attributes:
-      root: the node whose result it is; `layout` is that of the result.
-      query, key, value: arrays of the program, before heads are repeated and 16-bit
-        numbers become float32.
+      aval: the type of the result, and `layout` its axes.
+      query, key, value: arrays before heads are repeated and 16-bit numbers become
+        float32.
       scale, cap: of the scores; then biases are added.
       dtype: in which attention computes.
       precision: of its products.
-      weights: the probabilities (or exponentials) of the program.
+      bytes_saved: of scores and probabilities, which are written no longer.
     """
 
-    root: Node
+    aval: Any
     layout: Layout
-    product: Product
     axes: Axes
     query: Operand
     key: Operand
@@ -60,22 +61,50 @@ class Site:
     masks: Masks
     dtype: Any
     precision: Any
-    weights: Value
+    bytes_saved: int
 
-    def operands(self) -> list[Operand]:
-        """What the program must have computed for it."""
+    @functools.cached_property
+    def arrays(self) -> tuple[Value, ...]:
+        """Its values, in an order of their own."""
         found = [self.query, self.key, self.value]
         found += [x.operand for x in self.biases]
-        return [*found, *self.masks.operands()]
+        found += self.masks.operands()
+        return tuple(dict.fromkeys(x.value for x in found))
 
-    @property
-    def bytes_saved(self) -> int:
-        """Of scores and probabilities, which are written no longer."""
-        arrays = (self.product.node.outputs[0].aval, self.weights.aval)
-        return sum(x.size * x.dtype.itemsize for x in arrays)
+    @functools.cached_property
+    def identity(self) -> Any:
+        """The same for forms that differ in their values alone."""
+        return _numbered(self, {x: i for i, x in enumerate(self.arrays)})
 
 
-def site_of(found: Found, narrowed: Any) -> Site:
+def _numbered(x: Any, numbers: Mapping[Value, int]) -> Any:
+    """A record with numbers instead of values."""
+    if isinstance(x, Value):
+        return numbers[x]
+    if isinstance(x, tuple) and not isinstance(x, Digit):
+        return tuple(_numbered(y, numbers) for y in x)
+    if dataclasses.is_dataclass(x):
+        names = (y.name for y in dataclasses.fields(x))
+        return type(x), *(_numbered(getattr(x, y), numbers) for y in names)
+    return x
+
+
+class Site(NamedTuple):
+    """Attention in a program: a form, and the arrays for its values.
+
+    Attributes:
+      root: the node whose result it is.
+      product: of queries and keys.
+      arrays: of the program, for `form.arrays`.
+    """
+
+    root: Node
+    product: Node
+    form: Form
+    arrays: tuple[Value, ...]
+
+
+def form_of(found: Found, narrowed: Any) -> Form:
     """The call that a found root is.
 
     Args:
@@ -110,10 +139,10 @@ def site_of(found: Found, narrowed: Any) -> Site:
         raise Lost("an added mask after a soft cap, and rows that may have no keys")
     added = tuple(Added(cuts.operand(x.operand), x.factor) for x in biases)
     query, key, value = own
-    return Site(
-        found.root,
+    written = product.node.outputs[0].aval, found.weights.aval
+    return Form(
+        found.root.outputs[0].aval,
         tuple(map(cuts.dim, found.layout)),
-        product,
         axes,
         query,
         key,
@@ -124,7 +153,7 @@ def site_of(found: Found, narrowed: Any) -> Site:
         read,
         _dtype(found, own, narrowed),
         _precision(found),
-        found.weights,
+        sum(x.size * x.dtype.itemsize for x in written),
     )
 
 

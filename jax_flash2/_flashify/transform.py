@@ -28,12 +28,15 @@ class Flashified(Generic[P, R]):
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> R:
         plan, arrays, tree = _planned(self._function, args, keywords)
-        if self._must_find and not plan.has_sites:
-            raise ValueError(
-                f"flashify found no attention that it can replace in {_name(self)}"
-                f"\n{report_of(plan)}"
-            )
-        return jax.tree.unflatten(tree, run(plan, arrays))
+        try:
+            if self._must_find and not plan.has_sites:
+                raise ValueError(
+                    f"flashify found no attention that it can replace in {_name(self)}"
+                    f"\n{report_of(plan)}"
+                )
+            return jax.tree.unflatten(tree, run(plan, arrays))
+        finally:
+            plan.graph.forget()
 
     def __get__(self, instance: Any, owner: Any = None) -> Flashified:
         """Of a method: that of an object."""
@@ -47,7 +50,11 @@ class Flashified(Generic[P, R]):
           *args, **keywords: of the function. Each array may be a
             `jax.ShapeDtypeStruct`.
         """
-        return report_of(_planned(self._function, args, keywords)[0])
+        plan, _, _ = _planned(self._function, args, keywords)
+        try:
+            return report_of(plan)
+        finally:
+            plan.graph.forget()
 
     def __repr__(self) -> str:
         return f"flashify({_name(self)})"
@@ -185,4 +192,4 @@ def _check_results(function: Callable, result: Any) -> None:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))  # a union is made anew

@@ -7,6 +7,7 @@ from tests.faults.kernels import of
 TESTS = "tests/flashify/test_flashify.py -k {}"
 EDGES = "tests/flashify/test_edges.py -k {}"
 RUNS = "tests/flashify/test_runs.py -k {}"
+ALIKE = "tests/flashify/test_alike.py -k {}"
 FOLDER = "jax_flash2/_flashify/"
 
 MUTANTS = [
@@ -95,47 +96,101 @@ MUTANTS = [
         ),
     ),
     *of(
-        FOLDER + "runs.py",
+        FOLDER + "alike.py",
         (
             "zeros of both signs are one literal",
-            "np.asarray(value.constant).tobytes()",
-            "np.asarray(value.constant).item()",
+            "np.asarray(a.constant).tobytes() == np.asarray(b.constant).tobytes()",
+            "np.asarray(a.constant).item() == np.asarray(b.constant).item()",
             RUNS.format("sign_of_zero"),
         ),
         (
-            "equal runs may have any operands",
-            "what = equation.primitive, params, equation.ctx, inputs",
-            "what = equation.primitive, params, equation.ctx",
+            "equal pieces may have any operands",
+            "if known is b:",
+            "if known is not None:",
             RUNS.format("'different and operand'"),
         ),
         (
-            "equal runs may have any parameters",
-            "params = tuple(equation.params.items())",
-            "params = ()",
+            "equal pieces may have any parameters",
+            "[x.params for x in first] == [x.params for x in second]",
+            "True",
             RUNS.format("'different and parameter'"),
         ),
         (
+            "a value that a piece makes is one that it reads",
+            "return (pairs, inputs) if is_one_to_one(pairs) else None",
+            "return pairs, inputs",
+            RUNS.format("'different and its_own'"),
+        ),
+    ),
+    *of(
+        FOLDER + "layers.py",
+        (
+            "all that layers read is alike",
+            "a in self._facts or b in self._facts or not self._is_same(a, b)",
+            "a in self._facts or b in self._facts",
+            ALIKE.format("masks_made_outside"),
+        ),
+        (
+            "all constants are one",
+            "return are_data or not was_asked",
+            "return True",
+            ALIKE.format("constants"),
+        ),
+        (
+            "heads that are repeated in one layer are in all",
+            "return not is_opened and not was_asked",
+            "return not was_asked",
+            ALIKE.format("repeated_outside"),
+        ),
+        (
+            "one array outside of a loop is two",
+            "if outer.setdefault(a.origin, b.origin) is not b.origin:",
+            "if outer.setdefault(a.origin, b.origin) is None:",
+            ALIKE.format("in_a_checkpoint"),
+        ),
+        (
+            "nothing reads what an equal layer makes of its scores",
+            "return all(self._last.get(x, x.node) in inside for x in every)",
+            "return True",
+            ALIKE.format("used_twice"),
+        ),
+        (
+            "a product is one of scores if that of another layer is",
+            "if found is None or first.products != second.products:",
+            "if found is None:",
+            ALIKE.format("in_another_softmax"),
+        ),
+        (
+            "no layer is like another",
+            "self._searched.append(Layer(self._nodes[start:end], self._products))",
+            "pass",
+            ALIKE.format("searched_once"),
+        ),
+    ),
+    *of(
+        FOLDER + "runs.py",
+        (
             "equal runs may be on any lines",
-            "tokens.append((what, equation.source_info.traceback, names[depth:]))",
-            "tokens.append((what, names[depth:]))",
+            "(item in sites, item.equation.source_info.traceback, names[depth:])",
+            "(item in sites, names[depth:])",
             RUNS.format("in_lines"),
         ),
         (
             "equal runs may have any names inside",
-            "tokens.append((what, equation.source_info.traceback, names[depth:]))",
-            "tokens.append((what, equation.source_info.traceback))",
+            "(item in sites, item.equation.source_info.traceback, names[depth:])",
+            "(item in sites, item.equation.source_info.traceback)",
             RUNS.format("in_names"),
         ),
         (
             "equal runs may have any results",
-            "return (*tokens, *(numbers[x] for x in run.outputs))",
-            "return tuple(tokens)",
+            "return [*inputs.values()] if is_same else None",
+            "return [*inputs.values()]",
             RUNS.format("used_later"),
         ),
         (
             "all sites are one call",
-            "names = (y.name for y in dataclasses.fields(x) if y.name not in _PLACES)",
-            "names = (y.name for y in dataclasses.fields(x) if y.name == 'query')",
+            "if a is not b and a.identity != b.identity:",
+            "if False:",
             RUNS.format("'different and (scale or window)'"),
         ),
         (
@@ -146,7 +201,7 @@ MUTANTS = [
         ),
         (
             "a run has any number of sites",
-            "or (is_site and has_site)",
+            "or (is_site and (has_site or not names))",
             "or False",
             RUNS.format("share_their_runs"),
         ),
@@ -156,13 +211,19 @@ MUTANTS = [
             "return [() for _ in zip(steps, both, strict=True)]",
             RUNS.format("share_their_runs"),
         ),
+        (
+            "names of a site are those of its last product",
+            "site = names if first is None else _in_common(names, first)",
+            "site = names",
+            RUNS.format("names_of_einsum"),
+        ),
     ),
     *of(
         FOLDER + "evaluate.py",
         (
             "each run is a jit",
-            "if own.kind is None or counts[own.kind] == 1 or not is_traced:",
-            "if own.kind is None or not is_traced:",
+            "if not (own.first or own.is_repeated) or not is_traced:",
+            "if own.is_alone or not is_traced:",
             RUNS.format("one_layer"),
         ),
         (
@@ -174,6 +235,12 @@ MUTANTS = [
     ),
     *of(
         FOLDER + "plan.py",
+        (
+            "results of all layers are as narrow as those of one",
+            "key = found, narrowed.get(root)",
+            "key = found, narrowed.get(found.root)",
+            ALIKE.format("narrow_results"),
+        ),
         (
             "scores may be used elsewhere",
             "if len(kept) == len(plan.sites):",
@@ -245,6 +312,18 @@ MUTANTS = [
             "return body if is_of_jax else None",
             "return body",
             TESTS.format("derivatives_of_their_own"),
+        ),
+        (
+            "nodes stay until a collection of garbage",
+            "node.outputs.clear()",
+            "pass",
+            ALIKE.format("'garbage and equal'"),
+        ),
+        (
+            "nodes of inner graphs stay",
+            "graph.forget()",
+            "pass",
+            ALIKE.format("'garbage and checkpoint'"),
         ),
         (
             "a user's derivative of a function of JAX is JAX's",

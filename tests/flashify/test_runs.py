@@ -53,6 +53,14 @@ def in_scopes(x, weights):
     return x
 
 
+def names_of_einsum(x, weights):
+    """Each product is in a scope of its own, which is inside of no run."""
+    for w in weights:
+        p = jax.nn.softmax(jnp.einsum("td,sd->ts", x @ w, x))
+        x = jnp.einsum("ts,sd->td", p, jnp.sin(x))
+    return x
+
+
 def in_lines(x, weights):
     """The same operations on different lines."""
 
@@ -119,11 +127,17 @@ def check(function, x, weights, gradients: bool = True):
 
 @pytest.mark.parametrize(
     "function, times",
-    [(without_names, [2]), (model, [4, 4]), (in_scopes, [4, 4]), (in_jit, [4, 4])],
+    [
+        (without_names, [3]),
+        (names_of_einsum, [3]),
+        (model, [4, 4]),
+        (in_scopes, [4, 4]),
+        (in_jit, [4, 4]),
+    ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_equal_layers_share_their_runs(function, times):
-    """Without names, the first layer and the last have other operations beside."""
+    """Without names, a run reaches from one site to the next; the last is another."""
     x, weights = arrays(layers=4)
     assert sorted(shared(function, x, weights).values()) == times
 
@@ -136,6 +150,7 @@ def test_one_layer_has_no_jit_of_ours():
     assert not shared(layer, arrays()[0], arrays()[1][0])
 
 
+ONES = jnp.ones((6, 8))
 # Layers that differ in one thing by turns: what the odd ones have.
 DIFFERENT = {
     "operation": lambda i: {"extra": (jnp.tanh, jnp.exp)[i % 2]},
@@ -147,6 +162,7 @@ DIFFERENT = {
     "operand": lambda i: {
         "extra": lambda y: jnp.subtract(*(y, jnp.sin(y))[:: 1 - 2 * i])
     },
+    "value_of_its_own": lambda i: {"extra": lambda y: jnp.sin(y) * (ONES, y)[i]},
     "scale": lambda i: {"scale": 1.0 + i % 2},
     "window": lambda i: {"window": 1 + i % 2},
 }

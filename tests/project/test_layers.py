@@ -22,6 +22,7 @@ EXTRAS = {"jax_flash2/_plot.py": {"matplotlib"}}
 FLASHIFY = (  # of `flashify`, in the order of its stages
     "digits",
     "graph",
+    "alike",
     "conditions",
     "arithmetic",
     "meaning",
@@ -29,6 +30,7 @@ FLASHIFY = (  # of `flashify`, in the order of its stages
     "axes",
     "row_rules",
     "score_rules",
+    "layers",
     "match",
     "masks",
     "sites",
