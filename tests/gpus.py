@@ -209,7 +209,7 @@ class Compiler:
         """In which the blocks that are chosen are written down."""
         import pytest
 
-        from pallas_kernels.triton import tuning
+        from pallas_kernels.triton import estimates, tuning
 
         choose, patch = tuning.choose, pytest.MonkeyPatch()
 
@@ -218,7 +218,7 @@ class Compiler:
             sizes = kernel, blocks, options["heads"], options["itemsize"]
             products = options["gpu"].family.products
             more = {"products": products, "dropout": options["dropout"]}
-            estimate = tuning.shared_memory(*sizes, options["pair_bytes"], **more)
+            estimate = estimates.shared_memory(*sizes, options["pair_bytes"], **more)
             self._chosen[kernel] = [*dataclasses.astuple(blocks)], estimate
             return blocks
 

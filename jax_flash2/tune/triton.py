@@ -18,7 +18,7 @@ from jax_flash2.tune.problems import (
 )
 from pallas_kernels import configs, device, tables
 from pallas_kernels.configs import Blocks
-from pallas_kernels.triton import tuning
+from pallas_kernels.triton import estimates, tuning
 
 BACKEND = "triton"
 KERNELS = configs.KERNELS
@@ -66,7 +66,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         ]
     rows = (16, 32, 64, 128, 256)
     half = size == 2 and head_size <= 256
-    left = tuning.LEFT[kernel] if half and products == "wgmma" else 0
+    left = estimates.LEFT[kernel] if half and products == "wgmma" else 0
     shapes = itertools.product(rows, rows[:-1], (4, 8, 16), (1, 2, 3))
     for sizes, kept in itertools.product(shapes, range(left + 1)):
         blocks = Blocks(*sizes, left_in_registers=kept)
@@ -76,11 +76,11 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
         accumulators = 2 if kernel == "dkv" else 0 if kernel == "dbias" else 1
         scores = 1 if kernel in ("forward", "dv") else 2
         values = own * (accumulators * head_size + scores * other)
-        in_registers = tuning.LEFT[kernel] if products == "mma.sync" else kept
+        in_registers = estimates.LEFT[kernel] if products == "mma.sync" else kept
         values += own * in_registers * head_size * size / 4
         each = values / (32 * blocks.num_warps)  # of a thread's 255 registers
         taken = kernel, blocks, heads, size, pair_bytes
-        need = tuning.shared_memory(*taken, products=products)
+        need = estimates.shared_memory(*taken, products=products)
         has_room = half and head_size <= 128 and limit > 200 << 10
         large = 2**12 if has_room else 2**10
         if half and (own < 16 * blocks.num_warps or other < 32):

@@ -13,7 +13,7 @@ from pallas_kernels.backend import Call, Declined, Pass, Plan
 from pallas_kernels.core.axes import Named, operand_sum, sizes
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.division import Packing, words
-from pallas_kernels.triton import memory, support, tuning
+from pallas_kernels.triton import estimates, memory, support, tuning
 from pallas_kernels.triton.backward import dbias, ddistance, dkv, dq
 from pallas_kernels.triton.forward import forward as forward_kernel
 from pallas_kernels.triton.memory import Launch
@@ -133,7 +133,7 @@ def _unfit(kernel: str, call: Call) -> str | None:
     limit, least = gpu.shared_memory, tuning.smallest(kernel, heads, itemsize, gpu)
     needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
     if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
-        least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)
+        least = estimates.least_shared_memory(kernel, blocks, heads, itemsize)
         needs = f"{field} needs at least"
     if least <= limit:
         return None

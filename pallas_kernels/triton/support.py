@@ -16,8 +16,8 @@ from pallas_kernels import configs, device
 from pallas_kernels.core import axes, pointwise
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.flash2 import Block
+from pallas_kernels.triton.estimates import SPLIT_ITEMSIZE
 from pallas_kernels.triton.packed import Packed
-from pallas_kernels.triton.tuning import SPLIT_ITEMSIZE
 
 # Of functions of pairs: what kernels make of them (`Call.lacking`).
 _LACKING = "digamma erf erf_inv erfc lgamma round"

@@ -12,7 +12,11 @@ from pallas_kernels.configs import Blocks
 
 
 def of(
-    tuned: Sequence[Blocks], smaller: Sequence[Blocks], *, crowded: bool
+    tuned: Sequence[Blocks],
+    smaller: Sequence[Blocks],
+    *,
+    crowded: bool,
+    most_rows: int | None = None,
 ) -> list[Blocks]:
     """From those that should be fastest on; the last needs least.
 
@@ -23,11 +27,14 @@ def of(
       tuned, smaller: of `dq`.
       crowded: whether registers have no room for the left tiles of all rows: of half of
         them then.
+      most_rows: of queries, if registers hold no more.
     """
     wide = list(map(_with_half_the_keys, tuned))
     narrow = [_halved(blocks, "block_q") for blocks in wide]
     first = narrow if crowded else wide + narrow
-    return [*first, *map(_with_half_the_keys, smaller), smaller[-1]]
+    found = [*first, *map(_with_half_the_keys, smaller), smaller[-1]]
+    most = most_rows or max(x.block_q for x in found)
+    return [dataclasses.replace(x, block_q=min(x.block_q, most)) for x in found]
 
 
 def _with_half_the_keys(blocks: Blocks) -> Blocks:

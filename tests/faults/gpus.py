@@ -78,13 +78,31 @@ MUTANTS = [
         ),
         (
             "columns of tensor memory not limited",
-            "not gpu.tensor_memory or tensor_memory(*sizes) <= gpu.tensor_memory",
+            "not gpu.tensor_memory or estimates.tensor_memory(*sizes) <= gpu.tensor_memory",
             "True",
             f"{CLASSES} -k 'fits_every_class or of_an_h200'",
         ),
         (
+            "keys of two products in one buffer",
+            "again = streamed * heads[0] * (_IN_PIECES if is_split else width)",
+            "again = 0",
+            f"{CLASSES} -k of_mma_sync",
+        ),
+        (
+            "three pieces of an operand as large as itself",
+            "_IN_PIECES = 6",
+            "_IN_PIECES = 4",
+            f"{CLASSES} -k of_mma_sync",
+        ),
+        (
+            "many rows of float32 tangents",
+            "most = 16 if keeps_keys and size > 96 else None",
+            "most = None",
+            "tests/kernels/test_tangents.py -k of_dq",
+        ),
+        (
             "left operands of mma.sync without room",
-            "resident = own * sum(kept) * itemsize",
+            "resident = own * sum(kept) * width",
             "resident = 0",
             f"{CLASSES} -k of_mma_sync",
         ),
@@ -201,7 +219,7 @@ MUTANTS = [
         ),
         (
             "the caller's blocks not compared with the GPU",
-            "least = tuning.least_shared_memory(kernel, blocks, heads, itemsize)",
+            "least = estimates.least_shared_memory(kernel, blocks, heads, itemsize)",
             "least = 0",
             f"{CLASSES} -k cannot_fit",
         ),

@@ -9,7 +9,7 @@ import pytest
 
 from jax_flash2 import Blocks, Config, Context, attention, explain
 from pallas_kernels.device import Gpu
-from pallas_kernels.triton import tuning
+from pallas_kernels.triton import estimates, tuning
 from tests import tolerances
 from tests.cases import BACKENDS, CASES, INTERPRETED, ON_GPU, PAIRWISE, by_name
 from tests.divided import Divided
@@ -230,10 +230,11 @@ def test_tables_of_grouped_heads():
     ("gpu", "itemsize", "expected"),
     [
         ("NVIDIA H200", 2, Blocks(64, 32, 4, 3, None, 2)),
-        ("NVIDIA A100-SXM4-80GB", 4, Blocks(64, 16, 8, 2)),
-        ("NVIDIA L4", 4, Blocks(32, 16, 8, 2)),
+        ("NVIDIA A100-SXM4-80GB", 4, Blocks(16, 16, 8, 2)),
+        ("NVIDIA L4", 4, Blocks(16, 16, 8, 2)),
+        ("NVIDIA H200", 4, Blocks(64, 32, 8, 2)),
         ("NVIDIA B200", 2, Blocks(64, 32, 4, 3)),
-        ("NVIDIA L4", tuning.SPLIT_ITEMSIZE, Blocks(16, 16, 8, 2)),
+        ("NVIDIA L4", estimates.SPLIT_ITEMSIZE, Blocks(16, 16, 8, 2)),
     ],
 )
 def test_blocks_follow_from_those_of_dq(gpu, itemsize, expected):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_flash2 import Blocks, Config, attention
 from pallas_kernels import configs, device, tables
 from pallas_kernels.device import Gpu
-from pallas_kernels.triton import addresses, registers, support, tuning
+from pallas_kernels.triton import addresses, estimates, registers, support, tuning
 from tests.cases import CASES, by_name
 from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
 from tests.tiers import deeply
@@ -177,7 +177,7 @@ COMPILED = [
 @pytest.mark.parametrize(("kernel", "blocks", "head", "itemsize", "bytes_"), COMPILED)
 def test_shared_memory_is_not_underestimated(kernel, blocks, head, itemsize, bytes_):
     blocks = configs.Blocks(*blocks)
-    estimate = tuning.shared_memory(kernel, blocks, (head, head), itemsize)
+    estimate = estimates.shared_memory(kernel, blocks, (head, head), itemsize)
     assert bytes_ <= estimate
 
 
@@ -252,9 +252,9 @@ def test_left_operands_stay_in_registers(monkeypatch, kernel, head, count, dtype
         return jax.vjp(call, q, k, v)[1](q)
 
     lower_for_gpu(gradients, x, x, x)
-    assert found == min(count, tuning.LEFT[kernel]) * [(64, head)]
+    assert found == min(count, estimates.LEFT[kernel]) * [(64, head)]
     heads = head, head
-    need = functools.partial(tuning.shared_memory, kernel, heads=heads, itemsize=2)
+    need = functools.partial(estimates.shared_memory, kernel, heads=heads, itemsize=2)
     assert need(kept) < need(blocks)
 
 

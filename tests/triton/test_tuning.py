@@ -14,7 +14,7 @@ from jax_flash2.tune import triton as tune_triton
 from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
 from pallas_kernels.device import Gpu
-from pallas_kernels.triton import tuning
+from pallas_kernels.triton import estimates, tuning
 from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
@@ -154,7 +154,7 @@ def test_two_programs_with_a_mask_fit_a_multiprocessor(head):
     options = {"rows": (8192, 8192), "heads": (head, head), "itemsize": 2}
     options |= {"regime": "heavy", "gpu": H200, "pair_bytes": 1}
     blocks = tuning.choose("forward", None, **options)
-    need = tuning.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
+    need = estimates.shared_memory("forward", blocks, (head, head), 2, pair_bytes=1)
     assert 2 * (need + 1024) <= 228 << 10
 
 
@@ -248,7 +248,7 @@ def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
                 assert dataclasses.replace(first, num_stages=best.num_stages) == best
             for blocks in others:
                 size = tuning.ITEMSIZES.get(regime, 2)
-                need = tuning.shared_memory(kernel, blocks, (head, head), size)
+                need = estimates.shared_memory(kernel, blocks, (head, head), size)
                 assert need <= 227 << 10
 
 

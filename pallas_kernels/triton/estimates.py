@@ -1,0 +1,225 @@
+"""How much shared and tensor memory the Triton kernels need, at most.
+
+From what the compilers of supported versions of JAX took, on GPUs of each family.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pallas_kernels import tables
+from pallas_kernels.configs import Blocks
+
+# Bytes, at most, that an element of float32 took of some 30 configurations whose
+# products are made of three pieces in bfloat16 (`support.product_precision`).
+SPLIT_ITEMSIZE = 5.5
+# That of its three pieces.
+_IN_PIECES = 6
+
+# How many tiles of a program multiply every block from the left: the first of the size
+# of keys, the second of that of values, or of that of keys, too (`_heads_of_tiles`).
+LEFT = {"forward": 1, "dkv": 2, "dk": 2, "dv": 1, "dq": 2, "dbias": 0, "tangent": 2}
+
+# With tensor memory, by kernel: how many of the blocks that its loop loads two products
+# read (the first of the size of keys, the second of that of values), the sizes of its
+# sums (0: keys, 1: values), how many products are tiles of pairs, and how many left
+# operands are made of them.
+_PRODUCTS = {
+    "forward": (0, (1,), 1, 1),
+    "dkv": (2, (0, 1), 2, 2),
+    "dk": (1, (0,), 2, 1),
+    "dv": (0, (1,), 1, 1),
+    "dq": (1, (0,), 2, 1),
+    "dbias": (0, (), 2, 0),
+    "tangent": (1, (1,), 3, 2),
+}
+# There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
+_BESIDE = (1 << 10) + 512
+_BESIDE_8_WARPS = (4 << 10) + 512
+
+
+def _heads_of_tiles(
+    kernel: str, heads: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Head sizes of a program's left tiles, and of what its loop loads, keys first."""
+    if kernel == "tangent":  # each is beside its tangent
+        key, value = heads
+        return (key, key), (key, key, value, value)
+    return heads[: LEFT[kernel]], heads
+
+
+# Kernels whose programs own a block of keys.
+_OF_KEYS = ("dkv", "dk", "dv")
+
+
+def _rows(kernel: str, blocks: Blocks) -> tuple[int, int]:
+    """Rows of the block that a program owns, and of those that it loops over."""
+    if kernel in _OF_KEYS:
+        return blocks.block_kv, blocks.block_q
+    return blocks.block_q, blocks.block_kv
+
+
+def uses_tensor_memory(kernel: str, blocks: Blocks) -> bool:
+    """Whether a kernel's products run there, on a GPU that has it.
+
+    Blackwell's `tcgen05.mma` takes 64 or 128 rows, and Triton uses it with one or two
+    groups of 4 warps. Other kernels run as on GPUs without tensor memory.
+    """
+    return _rows(kernel, blocks)[0] >= 64 and blocks.num_warps in (4, 8)
+
+
+def shared_memory(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int = 0,
+    *,
+    products: str = "wgmma",
+    dropout: bool = False,
+) -> int:
+    """Shared memory in bytes that a kernel's tiles need at most.
+
+    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, of
+    some 400 compiled for a B200 and as many for GPUs of `mma.sync`.
+
+    Args:
+      kernel: one of `KERNELS`, or of those in `LIKE`.
+      blocks: the blocks.
+      heads: padded head sizes of key and value.
+      itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
+      pair_bytes: bytes loaded for each pair of query and key (bias, mask).
+      products: of the family of the GPU (`device.Family`).
+      dropout: whether bits are made for each pair.
+    """
+    pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
+    beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
+    if products != "wgmma" and not beside:
+        handed = 1 + dropout  # its bits, too
+        return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
+    pairs = blocks.block_q * blocks.block_kv
+    tiles = (blocks.num_stages - 1) * pairs * pair_bytes
+    stages: float = blocks.num_stages
+    own, streamed = _rows(kernel, blocks)
+    left, loaded = _heads_of_tiles(kernel, heads)
+    owns_keys = kernel in _OF_KEYS
+    if kernel == "dbias":  # every loop loads all four
+        own, streamed = 0, own + streamed
+    elif owns_keys:  # one of q and do is also wanted transposed
+        stages = max(stages, 1.5)
+        tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
+        tiles += 4 * pairs if itemsize == 4 else 0
+    resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)])
+    need = (resident + stages * streamed * sum(loaded)) * itemsize
+    # A sum, in float32, passes through it on its way out.
+    need = max(need, own * max(heads) * 4)
+    if beside:
+        # Products run beside the loop: the second reader of a block holds it for one
+        # round more. What is made of pairs in other layouts passes through it, too.
+        need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
+        bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+        tiles += 4 * blocks.num_stages * streamed  # what keys have each
+        tiles += dropout * bits * (1 + (owns_keys or kernel == "dbias"))
+        tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
+    elif kernel != "dbias" and not owns_keys:
+        tiles += 8 * blocks.num_stages * streamed  # also what keys have each
+    return int(need) + tiles
+
+
+def _of_mma_sync(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int,
+    handed: int,
+) -> int:
+    """`shared_memory` where products are `mma.sync`.
+
+    Left operands stay there. Of what a loop loads ahead there is a buffer less than
+    there are stages, for products wait for their operands. `handed` counts tiles of
+    pairs that warps hand to each other where they divide columns of a product. The
+    Triton of JAX 0.10 and 0.11 takes more for float32 than that of 0.12: its numbers.
+    """
+    pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
+    own, streamed = _rows(kernel, blocks)
+    kept, loaded = _heads_of_tiles(kernel, heads)
+    halves = loaded[: len(loaded) // 2], loaded[len(loaded) // 2 :]
+    is_split = itemsize == SPLIT_ITEMSIZE
+    width = 4 if is_split else itemsize  # of what is loaded
+    keys, values = (streamed * sum(half) * width for half in halves)
+    summed = [tables.pieces(heads[i]) for i in _PRODUCTS[kernel][1]]
+    divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
+    each = 4 if own <= 16 else min(itemsize, 4)
+    if is_split and own <= 32:
+        each = _IN_PIECES
+    left = each * pairs * handed if divide or own <= 32 or is_split else 0
+    rows = (16 if kernel in _OF_KEYS else 8) * streamed  # lse, delta, ids
+    resident = own * sum(kept) * width
+    if kernel == "dbias":
+        sizes = sum(heads) * itemsize
+        rows += 8 * own
+        ahead = (own + streamed) * sizes + pairs * pair_bytes + rows
+        once = streamed * heads[0] * itemsize if itemsize > 2 else 0
+        need = max(own * sizes + 4 * pairs + once + rows, (stages - 1) * ahead)
+    elif stages > 1:
+        if kernel == "dkv" and width > 2:
+            if is_split:  # as it is loaded
+                left += streamed * heads[0] * width if own > streamed else 0
+            elif own <= 32:  # half stays in registers
+                resident, left = resident / 2, 0
+        elif is_split:
+            resident *= _IN_PIECES / width
+        if kernel == "tangent" and width > 2:  # two products read keys
+            again = streamed * heads[0] * (_IN_PIECES if is_split else width)
+            left = max(left, again) + (2 * pairs if is_split else 0)
+        ahead = keys + values + pairs * pair_bytes + rows
+        need = resident + (stages - 1) * ahead + left
+    elif is_split:
+        need = resident * _IN_PIECES / width + max(keys, values) + left + rows
+    elif itemsize > 2:  # a tile at a time
+        need = resident + max(keys, values) + rows
+    else:  # in the order of products, and of heads in pieces a piece
+        of_kernel = {
+            "forward": max(keys, values + left),
+            "dv": max(keys, values + left),
+            "dkv": keys + values + max(keys, values),  # one is also wanted transposed
+        }
+        in_pieces = all(len(tables.pieces(head)) > 1 for head in heads)
+        both = keys + (pairs * itemsize if in_pieces else values)
+        need = resident + rows + of_kernel.get(kernel, max(both, keys + left))
+    # A sum, in float32, passes through it on its way out.
+    return math.ceil(max(need, own * max((x[0] for x in summed), default=0) * 4))
+
+
+def tensor_memory(
+    kernel: str, blocks: Blocks, heads: tuple[int, int], itemsize: float
+) -> int:
+    """Columns of tensor memory that a kernel needs at most; one is 128 words."""
+    if not uses_tensor_memory(kernel, blocks):
+        return 0
+    own, streamed = _rows(kernel, blocks)
+    _, sums, products, left = _PRODUCTS[kernel]
+    columns = sum(heads[i] for i in sums) + streamed * products
+    columns += math.ceil(streamed * left * itemsize / 4)
+    # In float32 left operands that are loaded are there, too.
+    if kernel == "dbias" and itemsize > 2:
+        columns += math.ceil(sum(heads) * itemsize / 4)
+    elif itemsize == 4:
+        columns += sum(_heads_of_tiles(kernel, heads)[0])
+    return -(-own // 128) * columns
+
+
+def least_shared_memory(
+    kernel: str, blocks: Blocks, heads: tuple[int, int], itemsize: int
+) -> int:
+    """Shared memory in bytes that a kernel surely takes, on any GPU; 0: not known.
+
+    All stages but one of what its loop loads are there at once, if head sizes are
+    multiples of 16 (other rows may not be loaded ahead).
+    """
+    if itemsize != 2 or kernel == "dbias":  # some of it may not pass through it
+        return 0
+    _, streamed = _rows(kernel, blocks)
+    first = sum(tables.pieces(n)[0] for n in _heads_of_tiles(kernel, heads)[1])
+    return (blocks.num_stages - 1) * streamed * first * itemsize
