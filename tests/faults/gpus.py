@@ -78,7 +78,7 @@ MUTANTS = [
         ),
         (
             "columns of tensor memory not limited",
-            "not gpu.tensor_memory or estimates.tensor_memory(*sizes) <= gpu.tensor_memory",
+            "estimates.tensor_memory(*sizes) <= gpu.tensor_memory",
             "True",
             f"{CLASSES} -k 'fits_every_class or of_an_h200'",
         ),
