@@ -217,7 +217,7 @@ class Compiler:
             blocks = choose(kernel, config, **options)
             sizes = kernel, blocks, options["heads"], options["itemsize"]
             products = options["gpu"].family.products
-            more = {"products": products, "dropout": options["dropout"]}
+            more = {"products": products, "has_bits": options["dropout"]}
             estimate = estimates.shared_memory(*sizes, options["pair_bytes"], **more)
             self._chosen[kernel] = [*dataclasses.astuple(blocks)], estimate
             return blocks

@@ -76,7 +76,7 @@ def shared_memory(
     pair_bytes: int = 0,
     *,
     products: str = "wgmma",
-    dropout: bool = False,
+    has_bits: bool = False,
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
@@ -90,12 +90,12 @@ def shared_memory(
       itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
       products: of the family of the GPU (`device.Family`).
-      dropout: whether bits are made for each pair.
+      has_bits: whether random bits are made for each pair.
     """
     pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
     if products != "wgmma" and not beside:
-        handed = 1 + dropout  # its bits, too
+        handed = 1 + has_bits
         return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
@@ -119,7 +119,7 @@ def shared_memory(
         need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
         bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
         tiles += 4 * blocks.num_stages * streamed  # what keys have each
-        tiles += dropout * bits * (1 + (owns_keys or kernel == "dbias"))
+        tiles += has_bits * bits * (1 + (owns_keys or kernel == "dbias"))
         tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
     elif kernel != "dbias" and not owns_keys:
         tiles += 8 * blocks.num_stages * streamed  # also what keys have each

@@ -70,7 +70,7 @@ def fits(
 ) -> bool:
     """Whether a kernel surely has room on a GPU; arguments as for `choose`."""
     sizes = kernel, blocks, heads, itemsize
-    more = {"dropout": dropout, "products": gpu.family.products}
+    more = {"has_bits": dropout, "products": gpu.family.products}
     if estimates.shared_memory(*sizes, pair_bytes, **more) > gpu.shared_memory:
         return False
     return not gpu.tensor_memory or estimates.tensor_memory(*sizes) <= gpu.tensor_memory

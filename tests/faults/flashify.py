@@ -321,8 +321,8 @@ MUTANTS = [
         ),
         (
             "nodes of inner graphs stay",
-            "graph.forget()",
-            "pass",
+            "for graph in graphs:\ngraph.forget()",
+            "for graph in graphs:\npass",
             ALIKE.format("'garbage and checkpoint'"),
         ),
         (

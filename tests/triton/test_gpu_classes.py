@@ -43,10 +43,11 @@ def test_what_is_chosen_fits_every_class(name, regime):
             for pairs, dropout in ((0, 0), (0, 1), (1, 0), (2, 1), (4, 0), (9, 1)):
                 options = {"rows": (8192, 8192), "heads": heads, "itemsize": size}
                 options |= {"pair_bytes": pairs, "regime": regime, "gpu": gpu}
-                more = {"dropout": bool(dropout)}
-                blocks = tuning.choose(kernel, None, **options, **more)
+                options["dropout"] = bool(dropout)
+                blocks = tuning.choose(kernel, None, **options)
                 sizes = kernel, blocks, heads, size
-                need = estimates.shared_memory(*sizes, pairs, **room, **more)
+                more = {**room, "has_bits": bool(dropout)}
+                need = estimates.shared_memory(*sizes, pairs, **more)
                 assert need <= limit, (kernel, head, blocks)
                 if gpu.tensor_memory:
                     need = estimates.tensor_memory(*sizes)
@@ -156,7 +157,7 @@ def test_estimates_for_tensor_memory(
         itemsize,
         pairs,
         products="tcgen05",
-        dropout=bool(dropout),
+        has_bits=bool(dropout),
     )
     assert bytes_ <= estimate
     whole = len(tables.pieces(head)) == 1
@@ -245,7 +246,7 @@ def test_estimates_of_mma_sync(kernel, blocks, head, itemsize, pairs, dropout, b
     """Never below what the compiler took; far above it in float32 alone."""
     heads = (sum(tables.pieces(head)),) * 2
     sizes = kernel, Blocks(*blocks), heads, itemsize, pairs
-    more = {"products": "mma.sync", "dropout": bool(dropout)}
+    more = {"products": "mma.sync", "has_bits": bool(dropout)}
     most = 2.0 if itemsize == 4 else 1.5 if kernel == "dbias" else 1.3
     assert bytes_ <= estimates.shared_memory(*sizes, **more) <= most * bytes_
 
