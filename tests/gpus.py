@@ -269,12 +269,16 @@ def of_gpu(name: str, words: list[str], *, every: bool, dump: Path) -> int:
 
 
 def _in_a_process(name: str, arguments: list[str]) -> int:
-    """Runs `of_gpu` where XLA writes what it makes; returns the status."""
+    """Runs `of_gpu` where XLA writes what it makes; returns the status.
+
+    With flags of its own alone: those of the tests keep XLA from optimizing.
+    """
     with tempfile.TemporaryDirectory() as dump:
         flags = f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx"
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
         environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
+        # What is found in a cache is not compiled, and XLA writes nothing of it.
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         command = [sys.executable, "-m", "tests.gpus", name, *arguments, "--in", dump]
         return subprocess.run(command, env=environment, check=False).returncode
 

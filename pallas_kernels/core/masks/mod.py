@@ -131,7 +131,7 @@ class MaskMod(ArrayMask):
         def of_blocks(x) -> Named:
             own = jnp.broadcast_shapes(np.shape(x), shape)
             kept = (
-                a if n > 1 or a in ("i", "j") else None
+                a if n != 1 or a in ("i", "j") else None
                 for a, n in zip(axes, own, strict=True)
             )
             return Named(jnp.broadcast_to(x, own), tuple(kept)).squeezed()
