@@ -253,9 +253,10 @@ class _Pool:
         of_rows = self._scale(f"{name}_scale", scale)
         if is_pool:
             axes = (-2, -1) if of_rows.shape[-1] == 1 != k else -1
-            rows, found = quantize_kv(rows, kind, axes)
-            found = found.astype(of_rows.dtype)
+            found = quantize_kv(rows, kind, axes)[1].astype(of_rows.dtype)
             scale = self._put(of_rows, ("p", "r", "k"), found, slots)
+            # By the scale that is kept, which the pool's dtype may have rounded.
+            rows = narrowed(rows, found.astype(jnp.float32)[..., None], kind)
         else:
             of_rows = of_rows.astype(jnp.float32)
             of_rows = of_rows[:, None] if of_rows.ndim else of_rows

@@ -386,6 +386,21 @@ def test_no_sequences_and_no_heads():
     assert [x.shape for x in found] == [pool.shape] * 2
 
 
+@pytest.mark.parametrize("heads", [1, K])
+def test_rows_are_rounded_by_the_scale_that_is_kept(heads):
+    """Which a pool of scales in bfloat16 rounds: half a step is the most."""
+    new = jax.random.normal(jax.random.key(0), (20, K, 64))
+    pool, scales = (
+        jnp.zeros((5, 4, K, 64), jnp.int8),
+        jnp.ones((5, 4, heads), "bfloat16"),
+    )
+    more = {"key_scale": scales, "value_scale": scales}
+    pools = append_to_pages(pool, pool, new, new, jnp.arange(20), **more)
+    steps = np.asarray(pools[2], np.float64).reshape(20, heads, 1)
+    found = np.asarray(pools[0], np.float64).reshape(new.shape) * steps
+    assert np.all(np.abs(found - np.asarray(new)) <= 0.501 * steps)
+
+
 @pytest.mark.parametrize("layout", ["PKSH", "KPSH", "P2SKH", "PSK2H"])
 def test_rows_are_written_where_the_layout_says(layout):
     size = {"P": 5, "S": 4, "K": K, "H": 8, "2": 2}

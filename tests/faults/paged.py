@@ -256,4 +256,13 @@ MUTANTS = [
             f"{SERVERS} -k 'version_2 and window'",
         ),
     ),
+    *of(
+        "jax_flash2/_cache.py",
+        (
+            "rows rounded by another scale than the one that is kept",
+            "rows = narrowed(rows, found.astype(jnp.float32)[..., None], kind)",
+            "rows = quantize_kv(rows, kind, axes)[0]",
+            "tests/api/test_paged_calls.py -k that_is_kept",
+        ),
+    ),
 ]
