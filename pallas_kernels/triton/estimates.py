@@ -13,7 +13,7 @@ from pallas_kernels.configs import Blocks
 # Bytes, at most, that an element of float32 took of some 30 configurations whose
 # products are made of three pieces in bfloat16 (`support.product_precision`).
 SPLIT_ITEMSIZE = 5.5
-# That of its three pieces.
+# Bytes of the three pieces of an element, each in bfloat16.
 _IN_PIECES = 6
 
 # How many tiles of a program multiply every block from the left: the first of the size
@@ -95,7 +95,7 @@ def shared_memory(
     pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
     if products != "wgmma" and not beside:
-        handed = 1 + has_bits
+        handed = 1 + has_bits  # its scores, and the bits
         return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
     pairs = blocks.block_q * blocks.block_kv
     tiles = (blocks.num_stages - 1) * pairs * pair_bytes
@@ -164,7 +164,7 @@ def _of_mma_sync(
         need = max(own * sizes + 4 * pairs + once + rows, (stages - 1) * ahead)
     elif stages > 1:
         if kernel == "dkv" and width > 2:
-            if is_split:  # as it is loaded
+            if is_split:  # kept as it is loaded, not in pieces
                 left += streamed * heads[0] * width if own > streamed else 0
             elif own <= 32:  # half stays in registers
                 resident, left = resident / 2, 0
