@@ -270,7 +270,9 @@ def finish(
         l = jnp.where(empty, 0.0, l * down * weight + jnp.exp2(sink - shift))
         m = jnp.where(empty, m, joint)
     l = jnp.where(empty, 1.0, l)  # a logarithm of 0 would have no derivative
-    lse = jnp.where(empty, -jnp.inf, m * LN_2 + jnp.log(l))
+    # A sum of two products would have other bits in another place of a program, where
+    # the compiler rounds the other one of them.
+    lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) * LN_2)
     return _scaled_rows(acc, weight / l, arithmetic), lse
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -240,27 +241,31 @@ def test_fully_masked_rows(backend):
 
 
 def _paddings():
-    """(poison, whether documents are packed, runner).
+    """(poison, whether documents are packed, dtype, runner).
 
     Not by threads: `tests.mosaic_gpu.test_interpreted` looks for races, too.
     """
     for name, runner in RUNNERS.items():
+        dtypes = (*runner.dtypes, *runner.other_dtypes) if ON_GPU else runner.dtypes[:1]
         for poison in () if runner.by_threads else (np.nan, np.inf, -np.inf):
-            for packed in (False, True) if ON_GPU else (False,):
-                label = f"{'packed-' * packed}{poison}-{name}"
+            for packed, dtype in itertools.product(
+                (False, True) if ON_GPU else (False,), dtypes
+            ):
+                label = f"{'packed-' * packed}{poison}-{dtype}-{name}"
                 deep_too = runner.one_of_each and not np.isnan(poison)
-                yield runner.param(poison, packed, id=label, deep_too=deep_too)
+                problem = poison, packed, dtype
+                yield runner.param(*problem, id=label, deep_too=deep_too)
 
 
 @pytest.mark.parametrize(
-    ("poison", "packed", "runner"), list(_paddings()), indirect=["runner"]
+    ("poison", "packed", "dtype", "runner"), list(_paddings()), indirect=["runner"]
 )
-def test_padding_never_comes_through(poison, packed, runner):
+def test_padding_never_comes_through(poison, packed, dtype, runner):
     """What lies beyond the lengths changes no bit of any result."""
     case = runner.shaped(by_name("lengths_causal"))
     q_lengths = np.int32(case.t * np.array([1, 0.53, 0.4, 0]))
     kv_lengths = np.int32(case.s * np.array([0.43, 1, 0, 0.8]))
-    dtype = jnp.dtype(runner.dtypes[0])
+    dtype = jnp.dtype(dtype)
     arrays, _ = case.inputs(dtype)
     cotangents = tolerances.cotangents_for(case, dtype)
     arguments = {

@@ -211,7 +211,7 @@ class KeyLoop(RowsLoop):
         scale = self.program.scales.value.load((), self.where)
         by = self.plan.along(jnp.where(empty, nothing, scale / total), head)
         output = (values * by).astype(jnp.bfloat16)
-        log = finite(base) * LN_2 + jnp.log(total)
+        log = (finite(base) + jnp.log2(total)) * LN_2
         wait_until_stored()  # of the previous work tile, which used the same tiles
         at, log = refs.lse.ref.at[me], jnp.where(empty, -jnp.inf, log)
         store(self.program, self.where, output, [(at, log, self.program.lse)])
