@@ -7,6 +7,7 @@ blocks that its range names (`core.ranges.Range.fold`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,6 +122,11 @@ def tile_program(
     }
     spec = with_end(spec, layout) if "t" in own else spec
     return load_tree(spec, ("t", "s"), where), where | _heads(layout), result
+
+
+def number_of_diagonals(size: Mapping[str, int], block: int) -> int:
+    """Of square tiles of so many queries and keys, in a call of this size."""
+    return sum(-(-size[a] // block) for a in ("t", "s")) - 1
 
 
 def diagonal_program(

@@ -214,8 +214,7 @@ def ddistance(
         diagonals, and of a tile's queries and keys.
     """
     (lead,), block = outputs, launch.blocks.block_q
-    size = sizes([q, k])
-    count = sum(-(-size[a] // block) for a in ("t", "s")) - 1
+    count = program.number_of_diagonals(sizes([q, k]), block)
     tile = whole_axis(block)
     struct = jax.ShapeDtypeStruct((*lead.shape, count, block, block), jnp.float32)
     output = Named(struct, (*lead.axes, "e", tile, tile))

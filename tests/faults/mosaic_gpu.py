@@ -12,6 +12,7 @@ DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
 DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
+OF_TABLE = "tests/kernels/test_mods.py -m '' -k 'mosaic_gpu_kernels and table'"
 WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
 CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
 TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
@@ -52,8 +53,21 @@ MUTANTS = [
         (
             "the first element's keys for all",
             "saved.do.at(here), inputs.v.at(here))",
-            "saved.do.at(here), inputs.v.at(program.where | program.key_rows))",
+            "saved.do.at(here), "
+            "inputs.v.at({**here, **dict.fromkeys(plan.layout.looped, 0)}))",
             OF_BIAS,
+        ),
+        (
+            "tiles of a diagonal all lie on the middle one",
+            "i = j + self.after",
+            "i = j",
+            OF_TABLE,
+        ),
+        (
+            "a diagonal's tiles, not the elements of each",
+            "(end - block) * plan.layout.elements",
+            "end - block",
+            OF_TABLE,
         ),
     ),
     *of(

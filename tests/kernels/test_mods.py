@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, Config, Context, attention, explain
+from jax_flash2 import Blocks, Config, Context, _api, attention, explain
 from pallas_kernels.core.pointwise import binding
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
@@ -273,17 +273,29 @@ def test_error_rule_of_masks(backend, mask):
     tolerances.check(found, tolerances.exact(*known), tolerances.plain(*known), unit)
 
 
+def _of_buckets(gradient: np.ndarray, arrays, arguments) -> np.ndarray:
+    """The gradient of TABLE from that of the array of all distances."""
+    score = _api.given(*arrays, **arguments).checked().spec.score
+    distances = np.arange(gradient.shape[-1]) - score.zero("score_mod 0")
+    buckets = np.eye(TABLE.shape[1])[np.asarray(bucket(distances))]
+    return gradient @ buckets
+
+
 @pytest.mark.skipif(
     ON_GPU or not mosaic_interpreter.IS_SUPPORTED, reason="there is no interpreter"
 )
 @pytest.mark.parametrize(
-    "score", deeply("masking", "of_keys", "of_pairs", "soft_cap", "table", "swin")
+    ("score", "named"),
+    deeply(
+        *((x, "plain") for x in ("masking", "of_keys", "of_pairs", "soft_cap", "swin")),
+        *((("table", x)) for x in ("plain", "lengths_causal")),
+    ),
 )
-def test_mosaic_gpu_kernels(score, any_size, monkeypatch):
+def test_mosaic_gpu_kernels(score, named, any_size, monkeypatch):
     """Both passes, beside the loops."""
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(binding, "FEW_PAIRS", 0)
-    case = with_heads(dataclasses.replace(by_name("plain"), n=N, k=K), 64)
+    case = with_heads(dataclasses.replace(by_name(named), n=N, k=K), 64)
     arrays, arguments = case.inputs(jnp.bfloat16)
     make, captured = SCORES[score]
     do, dlse = tolerances.cotangents_for(case, jnp.bfloat16)
@@ -299,10 +311,13 @@ def test_mosaic_gpu_kernels(score, any_size, monkeypatch):
     names = "out", "query", "key", "value", "score_mod 0"
     results = dict(zip(names, (out, *pull((do, dlse))), strict=False))
     assert {"out", "query", "key", "value"} <= {*found}
+    assert score != "table" or "score_mod 0" in found
     for name in {*found} & {*results}:
         expected = np.asarray(results[name], float)
         if score == "of_pairs" and name == "score_mod 0":  # the rows of this call
             expected = expected[: case.t, : case.s]
+        if score == "table" and name == "score_mod 0":
+            found[name] = _of_buckets(found[name], arrays, own)
         actual = found[name].reshape(expected.shape)
         assert np.max(np.abs(actual - expected)) < 0.02 * np.max(np.abs(expected)), name
 
@@ -329,12 +344,15 @@ def test_kernels_lower_or_decline_by_name(backend):
     with on_gpu():
         make, captured = SCORES["table"]
         table = explain(x, x, x, score_mod=make(*captured))
+        long = jax.ShapeDtypeStruct((1, 4096, N, 128), jnp.bfloat16)
+        rows = explain(long, long, long, score_mod=make(*captured))
         make, captured = SCORES["swin"]
         pairs = explain(x, x, x, score_mod=make(*captured))
         erf = explain(x, x, x, score_mod=lambda s, *_: jax.scipy.special.erf(s))
     assert not table.startswith("implementation: xla")
     assert "an array of all distances q - kv, made before the kernels, along n" in table
     assert "gradients of score_mod 0: triton" in table
+    assert "gradients of score_mod 0: mosaic_gpu" in rows
     assert "a table of 165 along n; its derivative" in pairs
     assert not pairs.startswith("implementation: xla")
     assert "gradients of score_mod 0: xla (not triton: a table is read" in pairs

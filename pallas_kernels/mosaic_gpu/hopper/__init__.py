@@ -27,6 +27,7 @@ from pallas_kernels.mosaic_gpu.hopper import (
 )
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
+from pallas_kernels.mosaic_gpu.hopper.dbias import ddistance as ddistance_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
 from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
@@ -159,6 +160,8 @@ def _operand_plan(call: Call) -> Plan | Declined:
         return Declined(blocks)
     splits = None if call.config is None else call.config.splits
     launch = _launch(blocks, call.precision, splits)
+    if not call.spec.score.pair_operands:
+        return _Plan(launch)
     (operand,) = call.spec.score.operands.values()
     _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
     tiles = dbias_grid(call.operands, launch, looped)
@@ -225,12 +228,13 @@ def _unit(spec, axes):
     return dataclasses.replace(spec, score=score).gradient_unit
 
 
-def _of_bias(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
-    """Runs the kernel for the gradient of a bias (`passes.score_operand`)."""
-    assert kernel == "dbias" and looped == "s"
+def _of_operand(launch, size, kernel, looped, q, k, v, spec, saved, outputs, **options):
+    """Runs a kernel for the gradient of an operand (`passes.score_operand`)."""
+    assert looped == "s"
     options.pop("field")  # it is the only one
+    run = {"dbias": dbias_kernel, "ddistance": ddistance_kernel}[kernel]
     spec = _with_table(pairwise.in_words(spec, "s"), launch.blocks, size)
-    return dbias_kernel(q, k, v, spec, saved, *outputs, launch=launch, **options)
+    return run(q, k, v, spec, saved, *outputs, launch=launch, **options)
 
 
 def backward(plans, call: Call, saved, wanted):
@@ -270,9 +274,9 @@ def backward(plans, call: Call, saved, wanted):
     if "operand_gradients" in plans:
         (name,) = spec.score.operands
         launch = plans["operand_gradients"].launch
-        of_bias = functools.partial(_of_bias, launch, call.size)
+        run = functools.partial(_of_operand, launch, call.size)
         operands = q, k_clear, v_clear, spec, rows, wanted[name], name
-        gradients[name] = passes.score_operand(of_bias, *operands)
+        gradients[name] = passes.score_operand(run, *operands)
     if "sink" in wanted:
         gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])
     return gradients

@@ -1,10 +1,13 @@
-"""The gradient of a bias for Hopper, of one with an element for each pair.
+"""The gradient of a bias for Hopper, and that of what is read at distances.
 
-Grid: (query blocks, key blocks, heads and batch axes that the gradient has). A thread
-block owns a tile of the gradient. It loops over the elements, which are the heads and
-batch entries that the bias was broadcast over, and sums them in registers, in one
-order. A consumer warpgroup computes 64 rows, [queries, keys]. The producer warpgroup
-loads, by TMA.
+`dbias` is for a bias with an element for each pair. Grid: (query blocks, key blocks,
+heads and batch axes that the gradient has). A thread block owns a tile of the gradient.
+It loops over the elements, which are the heads and batch entries that the bias was
+broadcast over, and sums them in registers, in one order. A consumer warpgroup computes
+64 rows, [queries, keys]. The producer warpgroup loads, by TMA.
+
+`ddistance` is for what is read at the distance of query and key. A thread block owns a
+diagonal of tiles, and loops over these, too: all of its sums lie on the same distances.
 
 Shared memory: a pipeline of num_stages stages, each of which holds rows of queries
 beside those of keys. q and k of an element take one stage, do and v take the next one.
@@ -24,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, sizes
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
@@ -35,7 +38,13 @@ from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.plan import by_role
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import Where, element, tile_program
+from pallas_kernels.program import (
+    Where,
+    diagonal_program,
+    element,
+    number_of_diagonals,
+    tile_program,
+)
 
 
 def grid_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.TileGrid:
@@ -75,13 +84,51 @@ def dbias(
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
-        by_role(Program.of, _load, _compute),
+        by_role(TileProgram.of, _load, _compute),
         inputs,
         [division.partial(output, layout.parts)],
         refs=Refs.declare(plan),
         name="flash2_dbias",
     )
     return division.summed(found, (output,))
+
+
+def ddistance(
+    q: Named,
+    k: Named,
+    v: Named,
+    spec: AttentionSpec,
+    saved: tuple[Named, Named, Named],
+    lead: Named,
+    *,
+    summed: tuple[str, ...],
+    launch: Launch,
+) -> tuple[jax.Array, ...]:
+    """Sums of the tiles of each diagonal (`passes.backward`), in a tuple.
+
+    Args:
+      q, k, v, spec, saved, summed, launch: as for `dbias`, with as many queries as keys
+        in a block.
+      lead: the axes of batch and heads of the result.
+    """
+    inputs, block = Inputs(q, k, v, spec, Saved(*saved)), launch.blocks.block_q
+    count = number_of_diagonals(sizes([q, k]), block)
+    shape = (*lead.shape, count, block, block)
+    output = Named(jax.ShapeDtypeStruct(shape, F32), (*lead.axes, "e", "t", "s"))
+    diagonals = Named(jax.ShapeDtypeStruct(shape[:-2], F32), (*lead.axes, "e"))
+    operands = inputs.with_outputs([diagonals])
+    whole = dataclasses.replace(launch, splits=1)
+    options: dict[str, Any] = {"own": ("e",), "looped": summed}
+    layout = memory.TileGrid.of("dbias", operands, whole, **options)
+    plan = Plan(launch, layout, block // ROWS, q.dtype, None)
+    found = plan.call(
+        by_role(DiagonalProgram.of, _load, _compute),
+        inputs,
+        [output],
+        refs=Refs.declare(plan),
+        name="flash2_ddistance",
+    )
+    return tuple(x.value for x in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,59 +182,132 @@ class Refs:
         return cls(bias, bias_full, keys, rows, pipeline.full, pipeline.empty)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program(gradients.Program):
-    """A thread block, which owns a tile of the gradient.
+class Step(NamedTuple):
+    """A step of a thread block's loop.
 
     Attributes:
-      tile: the place of its tile.
-      first, end: of its elements.
+      where: the numbers of the tile's blocks of queries, `i`, and of keys, `j`, and of
+        heads and batch entries that the thread block owns.
+      start: the first of the tile's queries, `t`, and of its keys, `s`.
+      element: the number of the head or batch entry (`program.element`).
+    """
+
+    where: Where
+    start: Where
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(gradients.Program):
+    """A thread block.
+
+    Attributes:
+      first, end: of its steps.
     """
 
     plan: Plan
     refs: Refs
-    tile: Where
     first: Any
     end: Any
 
-    @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
-        warpgroup = lax.axis_index("warpgroup")
-        spec, where, tile = tile_program(inputs.spec, plan.layout)
-        first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
-        own = tile, first, end
-        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
-
     @property
     def pipeline(self) -> Pipeline:
-        """Of `ProductStage`, two stages for each element."""
+        """Of `ProductStage`, two stages for each step."""
         refs = self.refs
         tiles = ProductStage(refs.rows, refs.keys)
         return Pipeline(tiles, refs.full, refs.empty, self.plan.stages)
 
-    @property
-    def key_rows(self) -> Where:
-        """The keys of its tile."""
-        return {"s": Rows(self.tile["s"].start, self.plan.block_kv)}
+    def step(self, index) -> Step:
+        """Step number `index`."""
+        raise NotImplementedError
 
-    def with_rows(self, where: Where, start, size: int) -> Where:
-        """`where`, and rows of its tile, counted from the first of these."""
-        return {**where, "t": Rows(self.tile["t"].start + start, size)}
+    def result(self) -> Where:
+        """Where this warpgroup's rows of the result go."""
+        raise NotImplementedError
+
+    def rows_of(self, start: Where) -> Where:
+        """This warpgroup's queries of a tile that starts there, and the tile's keys."""
+        first = start["t"] + self.warpgroup * ROWS
+        return {"t": Rows(first, ROWS), "s": Rows(start["s"], self.plan.block_kv)}
 
     def element(self, spec: AttentionSpec, index):
-        """An element: the spec, where it is, and its block of keys, if it needs any."""
+        """A step: the spec, where it is, and its block of keys, if it needs any.
+
+        Returns:
+          Also the start of its tile.
+        """
+        where, start, number = self.step(index)
+        spec, here, _, needed = element(spec, where, self.plan.layout, number)
+        return spec, here, needed, start
+
+
+@dataclasses.dataclass(frozen=True)
+class TileProgram(Program):
+    """A thread block that owns a tile of the gradient.
+
+    Attributes:
+      tile: the start of its tile.
+    """
+
+    tile: Where
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> TileProgram:
+        warpgroup = lax.axis_index("warpgroup")
+        spec, where, tile = tile_program(inputs.spec, plan.layout)
+        first, end = (jnp.int32(x) for x in plan.layout.own_elements(where))
+        start = {name: rows.start for name, rows in tile.items()}
+        own = first, end, start
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
+
+    def step(self, index) -> Step:
+        return Step(self.where, self.tile, index)
+
+    def result(self) -> Where:
+        return {**self.where, **self.rows_of(self.tile)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagonalProgram(Program):
+    """A thread block that owns a diagonal of tiles.
+
+    Attributes:
+      block: the first of its blocks of keys.
+      after: how many blocks of queries stand before the one that meets block 0 of keys.
+    """
+
+    block: Any
+    after: Any
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> DiagonalProgram:
+        warpgroup = lax.axis_index("warpgroup")
+        spec, where, _, blocks = diagonal_program(inputs.spec, plan.layout)
+        block, end, after = blocks
+        count = (end - block) * plan.layout.elements
+        own = jnp.int32(0), count, block, after
+        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
+
+    def step(self, index) -> Step:
         layout = self.plan.layout
-        spec, here, _, needed = element(spec, self.where, layout, index)
-        return spec, {**here, **self.key_rows}, needed
+        elements = jnp.int32(layout.elements)
+        j = self.block + lax.div(index, elements)
+        i = j + self.after
+        start = {"t": i * layout.rows["t"], "s": j * layout.rows["s"]}
+        return Step({**self.where, "i": i, "j": j}, start, lax.rem(index, elements))
+
+    def result(self) -> Where:
+        return {**self.where, **self.rows_of({"t": 0, "s": 0})}
 
 
 def _load(program: Program) -> None:
-    """The role of the producer: two stages for each element that needs the keys."""
-    inputs = program.inputs
+    """The role of the producer: two stages for each step that needs the keys."""
+    inputs, plan = program.inputs, program.plan
 
     def fetch(index, i):
-        here, needed = program.element(program.spec, index)[1:]
-        here = program.with_rows(here, 0, program.plan.block_q)
+        here, needed, start = program.element(program.spec, index)[1:]
+        rows = Rows(start["t"], plan.block_q), Rows(start["s"], plan.block_kv)
+        here = {**here, "t": rows[0], "s": rows[1]}
         count = jnp.int32(needed.count)
 
         @pl.when(count > 0)
@@ -208,7 +328,7 @@ class Consumer(gradients.Consumer):
 
     Attributes:
       rows: its rows, in tiles of the thread block.
-      where: the place of its part of the gradient.
+      where: the place of its part of the result.
       spec: the thread block's, with the bias where it is loaded to.
     """
 
@@ -221,9 +341,7 @@ class Consumer(gradients.Consumer):
     def start(cls, program: Program) -> Consumer:
         """Loads its part of the bias, if that comes in tiles."""
         me, refs, spec = program.warpgroup, program.refs, program.spec
-        rows = pl.ds(me * ROWS, ROWS)
-        where = {**program.where, **program.key_rows}
-        where = program.with_rows(where, me * ROWS, ROWS)
+        rows, where = pl.ds(me * ROWS, ROWS), program.result()
         if refs.bias is not None:
             view, *_ = prefetch.pair_values(spec)
             bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
@@ -235,7 +353,7 @@ class Consumer(gradients.Consumer):
     def issue(self, accumulator, i) -> None:
         """Issues the product of its rows and the keys of stage i, once they are there.
 
-        An element's first stage gives its scores, the second one dp.
+        A step's first stage gives its scores, the second one dp.
         """
         refs, pipeline = self.refs, self.program.pipeline
         pipeline.wait(i)
@@ -246,7 +364,7 @@ class Consumer(gradients.Consumer):
 
 
 def _compute(program: Program) -> None:
-    """The role of a consumer: its rows of the gradient, summed over the elements."""
+    """The role of a consumer: its rows of the result, summed over the steps."""
     consumer, plan = Consumer.start(program), program.plan
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
@@ -257,15 +375,16 @@ def _compute(program: Program) -> None:
 
 
 def _add(consumer: Consumer, index, state):
-    """Adds an element to the sum, if it needs the block of keys.
+    """Adds a step to the sum, if it needs the block of keys.
 
     Args:
-      state: the number of the element's first stage, and the sum.
+      state: the number of the step's first stage, and the sum.
     """
     i, total = state
-    _, here, needed = consumer.program.element(consumer.program.spec, index)
+    _, here, needed, start = consumer.program.element(consumer.program.spec, index)
+    where = {**here, **consumer.program.rows_of(start)}
     masked = _masked(needed)
-    visit = functools.partial(_visit, consumer, index, i, here, masked, total)
+    visit = functools.partial(_visit, consumer, index, i, where, masked, total)
     if isinstance(needed.count, int) and needed.count == 1:
         return i + 2, visit()
     count = jnp.int32(needed.count)
@@ -277,11 +396,10 @@ def _masked(needed: Visited):
     return jnp.int32(needed.edges) > 0 if gradients.has_edges(needed) else False
 
 
-def _visit(consumer: Consumer, index, i, here, masked, total) -> jax.Array:
-    """The sum with an element added, whose stages are i and i + 1."""
+def _visit(consumer: Consumer, index, i, where, masked, total) -> jax.Array:
+    """The sum with a step added, whose stages are i and i + 1."""
     program, saved = consumer.program, consumer.program.inputs.saved
-    spec, _, _ = program.element(consumer.spec, index)
-    where = program.with_rows(here, program.warpgroup * ROWS, ROWS)
+    spec, *_ = program.element(consumer.spec, index)
     lse, delta = (support.load_vector(x.at(where), 0) for x in (saved.lse, saved.delta))
     plan, pipeline = consumer.plan, program.pipeline
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
+from pallas_kernels import passes
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.layout import Launch
@@ -162,11 +163,28 @@ def of_call(call: Call) -> dict[str, Blocks] | str:
     return found
 
 
+def _square(blocks: Blocks) -> Blocks:
+    """With as many queries as keys, and a warpgroup for each 64."""
+    rows = min(blocks.block_q, blocks.block_kv)
+    own = {"block_q": rows, "block_kv": rows, "num_warps": 4 * rows // ROWS}
+    return dataclasses.replace(blocks, **own)
+
+
 def of_operand(call: Call) -> Blocks | str:
-    """Blocks of the kernel for the gradient of a bias, or why it does not serve."""
+    """Blocks of the kernel for the gradient of a bias, or of what is read at distances.
+
+    Returns:
+      The blocks, square ones for the latter; or why there is no kernel.
+    """
     score = call.spec.score
-    if len(score.operands) != 1 or not score.pair_operands:
-        return "there is a kernel only for one operand, with an element for each pair"
+    by_distance = any(score.zero(name) is not None for name in score.operands)
+    if len(score.operands) != 1 or not (score.pair_operands or by_distance):
+        return (
+            "there is a kernel only for one operand, with an element for each pair or "
+            "for each distance"
+        )
+    if why_not := passes.unmade_table(call.spec):
+        return why_not
     blocks = tuning.of_dbias(call.size)
     if blocks is None:
         return f"there is no kernel for a bias with head sizes {call.head_sizes}"
@@ -178,6 +196,7 @@ def of_operand(call: Call) -> Blocks | str:
         if why_not := unfit("dbias", chosen, call.size, pair_values=pair_values):
             return f"Config.dbias: {why_not}"
         blocks = chosen
+    blocks = _square(blocks) if by_distance else blocks
     if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
         return f"blocks would lie in several stripes of {odd} rows"
     return blocks
