@@ -40,7 +40,8 @@ def test_tokens_are_in_blocks_of_their_sequence(group):
         cu, count = np.cumsum([0, *count], dtype=np.int32), np.array(count)
         calls, back = jax.tree.map(np.asarray, made(group, cu, x, count + 3))
         numbers, seen = np.concatenate([np.arange(n) for n in count]), []
-        for block, own, at in (entry for call in calls for entry in zip(*call)):
+        entries = (entry for call in calls for entry in zip(*call, strict=True))
+        for block, own, at in entries:
             kept = block[:own].astype(int) - 1
             np.testing.assert_array_equal(numbers[kept] + 3, at + np.arange(own))
             seen += kept.tolist()
