@@ -332,7 +332,7 @@ def _cut(query, cu_query_lengths, given: dict[str, Named], group: int) -> Ragged
         )
     cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
     assert cu is not None
-    return Ragged.of(query.shape[0], cu.value, group)
+    return Ragged.of(query.shape[0], cu.value, group, query.shape[-1])
 
 
 def _by_block(blocks: Blocks, given: dict[str, Named]) -> dict[str, Named]:

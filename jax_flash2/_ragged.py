@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from pallas_kernels.tables import FEW_ROWS, padded
 
 # Queries of a block of sequences that have many: more than `tables.FEW_ROWS`, of which
-# tables have other blocks.
-_MANY = 128
+# tables have other blocks. Of large heads as many as have so many elements: the tiles
+# of kernels are smaller, and what is padded takes memory.
+_MANY, _ELEMENTS = 128, 128 * 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,20 +105,22 @@ class Ragged:
     calls: tuple[Blocks, ...]
 
     @classmethod
-    def of(cls, tokens: int, cu: jax.Array, group: int) -> Ragged:
+    def of(cls, tokens: int, cu: jax.Array, group: int, head_size: int) -> Ragged:
         """Blocks of as few rows as the mean sequence has, or those and larger ones.
 
         Args:
           tokens: how many there are, with padding.
           cu: as above; clipped so that it rises from 0 to `tokens`.
           group: query heads that are rows of one block in the kernels.
+          head_size: of queries.
         """
         cu = jax.lax.cummax(jnp.clip(cu, 0, tokens))
         count, begin, sequences = jnp.diff(cu), cu[:-1], cu.shape[0] - 1
         mean = _power_of_two(-(-tokens // sequences))
         few, packed = (max(1, rows // max(1, group)) for rows in (padded(1), FEW_ROWS))
-        size, most = min(_MANY, _power_of_two(tokens)), (few, packed)
-        if mean <= few and tokens <= max(_MANY, sequences):
+        many = min(_MANY, max(1, _ELEMENTS // padded(head_size)))
+        size, most = min(many, _power_of_two(tokens)), (few, packed)
+        if mean <= few and tokens <= max(many, sequences):
             size, most = mean, ()
         elif mean > packed:
             most = (few,)

@@ -23,7 +23,7 @@ def test_places_are_in_the_table():
 
 def _in_blocks(group: int, cu, x, lengths):
     """Of each call: blocks, how many queries count, first positions; the tokens."""
-    ragged = Ragged.of(x.shape[0], cu, group)
+    ragged = Ragged.of(x.shape[0], cu, group, 16)
     calls = []
     for own in ragged.calls:
         found = own.arguments({"lengths": lengths})
@@ -51,14 +51,15 @@ def test_tokens_are_in_blocks_of_their_sequence(group):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "sizes"),
+    ("tokens", "sequences", "head", "sizes"),
     [
-        (64, 64, [(1, 64)]),  # a token each
-        (63 + 2048, 64, [(4, 64), (128, 79)]),  # and a chunk of a prompt
-        (1024, 256, [(4, 256), (16, 256), (128, 67)]),
+        (64, 64, 128, [(1, 64)]),  # a token each
+        (63 + 2048, 64, 128, [(4, 64), (128, 79)]),  # and a chunk of a prompt
+        (63 + 2048, 64, 576, [(4, 64), (32, 127)]),
+        (1024, 256, 128, [(4, 256), (16, 256), (128, 67)]),
     ],
 )
-def test_few_queries_and_many_are_in_calls_of_their_own(tokens, sequences, sizes):
+def test_few_queries_and_many_are_in_calls_of_their_own(tokens, sequences, head, sizes):
     """Queries of a block, and blocks; four heads of a group are rows of a block."""
-    ragged = Ragged.of(tokens, jnp.zeros(sequences + 1, jnp.int32), 4)
+    ragged = Ragged.of(tokens, jnp.zeros(sequences + 1, jnp.int32), 4, head)
     assert [(x.size, *x.first.shape) for x in ragged.calls] == sizes

@@ -203,7 +203,7 @@ MUTANTS = [
         ),
         (
             "chunks of prompts in blocks of few rows",
-            "if mean <= few and tokens <= max(_MANY, sequences):",
+            "if mean <= few and tokens <= max(many, sequences):",
             "if mean <= packed:",
             f"{PAGES} -k few_queries",
         ),
