@@ -15,7 +15,7 @@ from jax_flash2._arguments import Array, Precision, Window
 from jax_flash2._arrays import as_array, as_floats, as_integers, clipped
 from jax_flash2._operation import Problem
 from jax_flash2._pools import Pools
-from jax_flash2._ragged import Ragged
+from jax_flash2._ragged import Blocks, Ragged
 from jax_flash2._shape import Shape
 from pallas_kernels import division
 from pallas_kernels.backend import Call
@@ -166,11 +166,7 @@ def paged_attention(
         "value_scale": pools.scale("value_scale", value_scale, pools.value, batch),
     }
     given |= {name: x for name, x in optional.items() if x is not None}
-    ragged = None
-    if cu_query_lengths is not None:
-        ragged = _cut(query, cu_query_lengths, given, heads // max(1, pools.heads))
-        query, given = ragged.queries(query), _by_block(ragged, given)
-    elif query.shape[0] != batch:
+    if cu_query_lengths is None and query.shape[0] != batch:
         raise ValueError(
             f"page_table must have a line for each of the {query.shape[0]} sequences "
             f"of query, got shape {given['table'].shape}"
@@ -186,32 +182,37 @@ def paged_attention(
         },
     )
     rows = given["table"].shape[1] * pools.page
-    seen = jax.ShapeDtypeStruct(
-        (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
-    )
-    shape = Shape(query, seen)
-    is_causal = is_causal and tree is None
-    masks, offset = _masks(given, shape, local_window_size, is_causal)
-    masks += () if tree is None else (tree,)
-    spec = AttentionSpec(
-        _score(given, shape, scale, logits_soft_cap),
-        masks,
-        offset,
-        sink=None if sinks is None else shape.sinks(sinks),
-        value_scale=given.get("value_scale"),
-        pages=Pages(given["table"], pools.pages, pools.page),
-    )
-    spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
     if config is not None:
         division.check(config.splits, rows)
     precision = _options.check_precision(precision)
-    named = Named(query, ("b0", "t", "n", "h"))
-    out, lse = run(
-        Call(named, pools.key, pools.value, spec, config, precision), implementation
-    )
-    lse = jnp.swapaxes(lse, -1, -2)
-    if ragged is not None:
-        out, lse = ragged.tokens(out, 0), ragged.tokens(lse, -jnp.inf)
+
+    def attend(query, given):
+        """Of [B, T, N, H], with what the sequences of these are given."""
+        seen = jax.ShapeDtypeStruct(
+            (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
+        )
+        shape, causal = Shape(query, seen), is_causal and tree is None
+        masks, offset = _masks(given, shape, local_window_size, causal)
+        spec = AttentionSpec(
+            _score(given, shape, scale, logits_soft_cap),
+            masks if tree is None else (*masks, tree),
+            offset,
+            sink=None if sinks is None else shape.sinks(sinks),
+            value_scale=given.get("value_scale"),
+            pages=Pages(given["table"], pools.pages, pools.page),
+        )
+        spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
+        named = Named(query, ("b0", "t", "n", "h"))
+        call = Call(named, pools.key, pools.value, spec, config, precision)
+        out, lse = run(call, implementation)
+        return out, jnp.swapaxes(lse, -1, -2)
+
+    if cu_query_lengths is None:
+        out, lse = attend(query, given)
+    else:
+        ragged = _cut(query, cu_query_lengths, given, heads // max(1, pools.heads))
+        found = [attend(x.queries(query), _by_block(x, given)) for x in ragged.calls]
+        out, lse = map(ragged.tokens, zip(*found, strict=True), (0, -jnp.inf))
     return (out, lse) if return_residual else out
 
 
@@ -331,13 +332,13 @@ def _cut(query, cu_query_lengths, given: dict[str, Named], group: int) -> Ragged
         )
     cu = _lengths("cu_query_lengths", cu_query_lengths, batch + 1)
     assert cu is not None
-    return Ragged.of(query.shape[0], cu.value, group)
+    return Ragged.of(query.shape[0], cu.value, group, query.shape[-1])
 
 
-def _by_block(ragged: Ragged, given: dict[str, Named]) -> dict[str, Named]:
+def _by_block(blocks: Blocks, given: dict[str, Named]) -> dict[str, Named]:
     """What sequences have one of, for blocks of their queries."""
     own = {name: x for name, x in given.items() if "b0" in x.axes}
-    found = ragged.of_blocks({name: x.value for name, x in own.items()})
+    found = blocks.arguments({name: x.value for name, x in own.items()})
     axes = {name: own[name].axes if name in own else ("b0",) for name in found}
     return given | {name: Named(x, axes[name]) for name, x in found.items()}
 

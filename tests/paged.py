@@ -322,6 +322,16 @@ PROBLEMS = [
         page=8,
         c=7,
     ),
+    Problem(
+        "ragged_calls",
+        lengths=(30, 40, 5, 50, 3),
+        counts=(1, 23, 2, 9, 0),
+        padding=2,
+        k=1,
+        c=4,
+        starts=(2, 0, 0, 20, 0),
+        more=(("alibi_slopes", _slopes), ("sinks", _sinks)),
+    ),
     Problem("latent", k=1, h=80, d=64, is_latent=True, lengths=(20, 32), c=2, t=2),
     Problem(
         "rows_not_causal",

@@ -58,7 +58,8 @@ def test_sglang_is_version_3_of_other_pages(size):
     shape = servers.get_kv_cache_shape(PAGES, PAGE, K, size, q.dtype)
     given = cache.reshape(shape), lengths, table.ravel(), cu, jnp.array([1, 1, 3])
     expected, of_version_3 = servers.ragged_paged_attention(q, k, v, *given, **options)
-    np.testing.assert_array_equal(found, expected)
+    # The tables differ in length, so that XLA may sum products in another order.
+    np.testing.assert_allclose(found, expected, atol=ATOL)
     np.testing.assert_array_equal(after, of_version_3.reshape(after.shape))
 
 
@@ -133,7 +134,9 @@ def test_version_3_writes_and_attends(dtype):
         **scales,
     )
     assert found.dtype == q.dtype
-    np.testing.assert_array_equal(found, again)
+    found, again = (x.astype(jnp.float32) for x in (found, again))
+    unit = float(jnp.finfo(q.dtype).eps)  # only one of the two calls is one program
+    np.testing.assert_allclose(found, again, atol=max(ATOL, 4 * unit))
 
 
 # By function: what is changed, the error, and what its message says.

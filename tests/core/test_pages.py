@@ -22,25 +22,44 @@ def test_places_are_in_the_table():
 
 
 def _in_blocks(group: int, cu, x, lengths):
-    """Blocks, how many of their queries count, their first positions; the tokens."""
-    ragged = Ragged.of(x.shape[0], cu, group)
-    blocks, found = ragged.queries(x), ragged.of_blocks({"lengths": lengths})
-    back = ragged.tokens(blocks, -1.0)
-    return blocks, found["query_seq_lengths"], found["offset"], back
+    """Of each call: blocks, how many queries count, first positions; the tokens."""
+    ragged = Ragged.of(x.shape[0], cu, group, 16)
+    calls = []
+    for own in ragged.calls:
+        found = own.arguments({"lengths": lengths})
+        calls.append((own.queries(x), found["query_seq_lengths"], found["offset"]))
+    return calls, ragged.tokens([blocks for blocks, *_ in calls], -1.0)
 
 
-@pytest.mark.parametrize("group", [1, 16])
+@pytest.mark.parametrize("group", [1, 4, 16])
 def test_tokens_are_in_blocks_of_their_sequence(group):
     """Each token is once in a block, in its order; there is room for all."""
     rng, made = np.random.default_rng(0), jax.jit(_in_blocks, static_argnums=0)
     x = jnp.arange(1, 41, dtype=jnp.float32)
     for count in (rng.integers(0, 9, 5), [40, 0, 0, 0, 0], [0, 0, 1, 38, 1], [0] * 5):
         cu, count = np.cumsum([0, *count], dtype=np.int32), np.array(count)
-        blocks, new, offset, back = map(np.asarray, made(group, cu, x, count + 3))
-        numbers = np.concatenate([np.arange(n) for n in count])
-        assert new.sum() == cu[-1]
-        for block, own, at in zip(blocks, new, offset, strict=True):
+        calls, back = jax.tree.map(np.asarray, made(group, cu, x, count + 3))
+        numbers, seen = np.concatenate([np.arange(n) for n in count]), []
+        entries = (entry for call in calls for entry in zip(*call, strict=True))
+        for block, own, at in entries:
             kept = block[:own].astype(int) - 1
             np.testing.assert_array_equal(numbers[kept] + 3, at + np.arange(own))
+            seen += kept.tolist()
+        assert sorted(seen) == [*range(cu[-1])]
         np.testing.assert_array_equal(back[: cu[-1]], x[: cu[-1]])
         assert (back[cu[-1] :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "head", "sizes"),
+    [
+        (64, 64, 128, [(1, 64)]),  # a token each
+        (63 + 2048, 64, 128, [(4, 64), (128, 79)]),  # and a chunk of a prompt
+        (63 + 2048, 64, 576, [(4, 64), (32, 127)]),
+        (1024, 256, 128, [(4, 256), (16, 256), (128, 67)]),
+    ],
+)
+def test_few_queries_and_many_are_in_calls_of_their_own(tokens, sequences, head, sizes):
+    """Queries of a block, and blocks; four heads of a group are rows of a block."""
+    ragged = Ragged.of(tokens, jnp.zeros(sequences + 1, jnp.int32), 4, head)
+    assert [(x.size, *x.first.shape) for x in ragged.calls] == sizes

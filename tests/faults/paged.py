@@ -183,6 +183,30 @@ MUTANTS = [
             'offset = found["lengths"] - count',
             f"{PAGES} -k tokens",
         ),
+        (
+            "sequences of few tokens are in the last call, too",
+            "own = jnp.where(least <= count, count, 0)",
+            "own = count",
+            f"{PAGES} -k tokens",
+        ),
+        (
+            "no room for the padding at the ends of sequences",
+            "blocks = max(1, (tokens + ends * (size - 1)) // size)",
+            "blocks = max(1, tokens // size)",
+            f"{PAGES} -k tokens",
+        ),
+        (
+            "tokens of one call get rows of another",
+            "inside = (row >= 0) & (row < blocks.count[b])",
+            "inside = row >= 0",
+            f"{PAGES} -k tokens",
+        ),
+        (
+            "chunks of prompts in blocks of few rows",
+            "if mean <= few and tokens <= max(many, sequences):",
+            "if mean <= packed:",
+            f"{PAGES} -k few_queries",
+        ),
     ),
     *of(
         "jax_flash2/_cache.py",
