@@ -1,9 +1,10 @@
 """The tangent kernel for Hopper: tangents of output and log-sum-exp (`core.tangent`).
 
-**Not run on a card** (benchmarks/lab/116-tangents-on-hopper.md). Grid: (query blocks,
-query heads, batch axes). A thread block owns a block of queries and visits the blocks
-of keys that it meets. It takes the forward's output and log-sum-exp, so that no maximum
-runs, nothing is scaled again, and one sum of the size of the output is carried.
+Grid: (query blocks, query heads, batch axes). A thread block owns a block of queries
+and visits the blocks of keys that it meets. It takes the forward's output and
+log-sum-exp, so that no maximum runs, nothing is scaled again, and one sum of the size
+of the output is carried. What was tried and timed is in
+benchmarks/lab/116-tangents-on-hopper.md.
 
 The producer warpgroup loads keys, values and their tangents, by TMA. A consumer
 warpgroup computes 64 rows. Step i of its loop, for keys i and values i - 1, when
