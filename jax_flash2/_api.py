@@ -215,13 +215,14 @@ def attention(
         `jax.default_matmul_precision`. Or "fp8": bfloat16 or float16 inputs are
         quantised to float8_e4m3fn, with a scale for each batch entry and head, for
         products that are up to twice as fast on Hopper. Forward only; see Numerics.
-      implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients and tangents that
-        these lack are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
-        loops, any platform), "reference" (quadratic memory, for tests), or None. None
-        takes the first of the first three that supports the call, unless the next one
-        supports it too and is known to be faster. A named implementation runs or
-        raises; it never falls back. Only by name: "mosaic_gpu_ampere" and
-        "mosaic_gpu_blackwell", forward kernels. These have not run on a card.
+      implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients and tangents
+        that these lack are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs),
+        "xla" (plain JAX loops, any platform), "reference" (quadratic memory, for
+        tests), or None. None takes the first of the first three that supports the call,
+        unless the next one supports it too and is known to be faster. A named
+        implementation runs or raises; it never falls back. Only by name:
+        "mosaic_gpu_ampere" and "mosaic_gpu_blackwell", forward kernels, which have not
+        run on a card.
       config: block sizes, or interpreted kernels; see `Config`.
       context: inside `jax.shard_map` or `jax.pmap`, over which devices the rows are
         divided, and how; see `Context`. query, key, value, segment ids and the results
