@@ -274,13 +274,17 @@ def tangents() -> dict[str, Tangent]:
         "causal": (16, {"is_causal": True}),
         "segments": (16, {"query_segment_ids": segments}),
     }
-    return {
+    found = {
         f"tangent, head size {h}, {name}": Tangent(
             "mosaic_gpu", 90, (2, 8192, 16, h), *feature
         )
         for h in (64, 128)
         for name, feature in {**_masks(), **others}.items()
     }
+    for h in (64, 128):
+        odd = Tangent("mosaic_gpu", 90, (2, 8191, 16, h), *others["causal"])
+        found[f"tangent, head size {h}, causal, T 8191"] = odd
+    return found
 
 
 def by_name() -> dict[str, ByName]:
