@@ -1,13 +1,15 @@
 """Forward mode: output and tangent beside the forward pass alone.
 
     python -m benchmarks.tangents
-    python -m benchmarks.tangents --peers=triton,mosaic_gpu_tangent --calls=128
+    python -m benchmarks.tangents --length=512,2k,8k --calls=causal --repeats=5
 
-1 x 8192 of 32 x 64 and of 16 x 128 in bfloat16, causal and full. The forward is that of
-the default; "triton" is the default, whose tangent is the Triton kernel on any GPU;
-"mosaic_gpu_tangent" is the kernel for Hopper, which runs only by name. All are timed
-side by side, in settled clocks; medians. The tangents of the last head are compared
-with exact ones, in float32: an exit code of 1 says that one is wrong. Keeps no rows.
+8,192 positions, or one longer sequence, of 32 x 64 and of 16 x 128 in bfloat16, causal
+and full. The forward is that of the default. "mosaic_gpu" is that backend by name,
+whose tangent is a kernel for Hopper; "triton" has the default's forward and Triton's
+tangent, with the blocks that it has by default. A line says which of these makes the
+default's tangent. All are timed side by side, in settled clocks; medians. The tangents
+of the last head are compared with exact ones, in float32: an exit code of 1 says that
+one is wrong. Keeps no rows.
 """
 
 from __future__ import annotations
@@ -24,21 +26,22 @@ import numpy as np
 from absl import flags
 
 from benchmarks import harness, options
-from jax_flash2 import attention
+from jax_flash2 import Config, _api, attention, explain
 from jax_flash2.tune.timing import Program
+from pallas_kernels import device, tables
+from pallas_kernels.triton import tuning
 
-_LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")
+_LENGTHS = options.integers("length", "8k", "Sequence lengths, T.")
 _WIDTH = options.integers("width", "2k", "N x H: one number.")
 _CALLS = flags.DEFINE_string("calls", ".", "Names found by this regular expression.")
 _PEERS = options.names(
     "peers",
-    ["triton", "mosaic_gpu_tangent"],
-    ("triton", "mosaic_gpu_tangent", "xla"),
+    ["triton", "mosaic_gpu"],
+    ("triton", "mosaic_gpu", "xla"),
     "Who makes the tangent",
 )
 _REPEATS = options.repeats(9)
-# What `implementation` each peer has: the default's forward is not Triton's.
-_NAMES = {"triton": None}
+_POSITIONS = 8192  # of all sequences of a call
 _BLOCK = 512  # query rows of the exact tangent at a time
 
 
@@ -68,22 +71,53 @@ def exact(operands, tangents, *, is_causal: bool) -> jax.Array:
     return jax.lax.map(block, jnp.arange(0, length, rows)).reshape(length, size)
 
 
+def maker(operands, **arguments) -> str:
+    """Who makes the default's tangent, and why not another, as `explain` says."""
+    lines = map(str.strip, explain(*operands, **arguments).splitlines())
+    return next(x for x in lines if x.startswith("tangent: "))
+
+
+def with_triton(operands, *, is_causal: bool) -> dict[str, Any]:
+    """Arguments with which the default has Triton's tangent, as fast as it is.
+
+    These are the blocks of that kernel, which the kernel for Hopper cannot have.
+
+    Raises:
+      ValueError: if it can.
+    """
+    call = _api.given(*operands, is_causal=is_causal).checked()
+    blocks = tuning.choose(
+        "tangent",
+        None,
+        rows=(call.size["t"], call.size["s"]),
+        heads=call.head_sizes,
+        itemsize=call.dtype.itemsize,
+        gpu=device.gpu(),
+        regime=tables.regime([call.query, call.key, call.value], call.spec),
+    )
+    arguments = {"config": Config(dq=blocks)}
+    made = maker(operands, is_causal=is_causal, **arguments)
+    if not made.startswith("tangent: triton"):
+        raise ValueError(f"with {blocks} {made}")
+    return arguments
+
+
 def programs(operands, tangents, *, is_causal: bool) -> dict[str, Program]:
     """The forward by the default, and output and tangent of each peer."""
 
-    def of(implementation: str | None):
-        return functools.partial(
-            attention, is_causal=is_causal, implementation=implementation
-        )
+    def of(**arguments):
+        return functools.partial(attention, is_causal=is_causal, **arguments)
 
     peers = list(_PEERS.value)
-    default = "xla" if peers == ["xla"] else None
-    forward = jax.jit(of(default))
+    forward = jax.jit(of(implementation="xla" if peers == ["xla"] else None))
     found = {
         "forward": Program(lambda: forward(*operands), jax.block_until_ready),
     }
     for peer in peers:
-        call = of(_NAMES.get(peer, peer))
+        by_name = {"implementation": peer}
+        is_triton = peer == "triton"
+        arguments = with_triton(operands, is_causal=is_causal) if is_triton else by_name
+        call = of(**arguments)
         run = jax.jit(lambda x, along, call=call: jax.jvp(call, x, along))
         start = functools.partial(run, tuple(operands), tuple(tangents))
         found[peer] = Program(start, jax.block_until_ready)
@@ -92,9 +126,14 @@ def programs(operands, tangents, *, is_causal: bool) -> dict[str, Program]:
 
 def shapes() -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shapes of the operands, and whether the call is causal, by name."""
-    (length,), (width,) = _LENGTH.value, _WIDTH.value
+    (width,) = _WIDTH.value
     found = {
-        f"{width // size} x {size} {name}": ((1, length, width // size, size), causal)
+        f"{batch} x {length}, {width // size} x {size} {name}": (
+            (batch, length, width // size, size),
+            causal,
+        )
+        for length in _LENGTHS.value
+        for batch in (max(1, _POSITIONS // length),)
         for size in (64, 128)
         for name, causal in (("causal", True), ("full", False))
     }
@@ -107,6 +146,7 @@ def main() -> None:
         keys = jax.random.split(jax.random.key(0), 6)
         arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
         operands, tangents = arrays[:3], arrays[3:]
+        print(f"{name}: {maker(operands, is_causal=is_causal)}", flush=True)
         made = programs(operands, tangents, is_causal=is_causal)
         want = np.asarray(exact(operands, tangents, is_causal=is_causal))
         notes = {"forward": ""}

@@ -215,14 +215,14 @@ def attention(
         `jax.default_matmul_precision`. Or "fp8": bfloat16 or float16 inputs are
         quantised to float8_e4m3fn, with a scale for each batch entry and head, for
         products that are up to twice as fast on Hopper. Forward only; see Numerics.
-      implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients that these lack
-        are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs), "xla" (plain JAX
-        loops, any platform), "reference" (quadratic memory, for tests), or None. None
-        takes the first of the first three that supports the call, unless the next one
-        supports it too and is known to be faster. A named implementation runs or
-        raises; it never falls back. Only by name: "mosaic_gpu_ampere" and
-        "mosaic_gpu_blackwell", forward kernels, and "mosaic_gpu_tangent", which is
-        "mosaic_gpu" with a kernel for forward mode. These have not run on a card.
+      implementation: "mosaic_gpu" (Pallas kernels for Hopper; gradients and tangents
+        that these lack are those of "triton"), "triton" (Pallas kernels, NVIDIA GPUs),
+        "xla" (plain JAX loops, any platform), "reference" (quadratic memory, for
+        tests), or None. None takes the first of the first three that supports the call,
+        unless the next one supports it too and is known to be faster. A named
+        implementation runs or raises; it never falls back. Only by name:
+        "mosaic_gpu_ampere" and "mosaic_gpu_blackwell", forward kernels, which have not
+        run on a card.
       config: block sizes, or interpreted kernels; see `Config`.
       context: inside `jax.shard_map` or `jax.pmap`, over which devices the rows are
         divided, and how; see `Context`. query, key, value, segment ids and the results
@@ -317,8 +317,9 @@ def attention(
     Derivatives: every implementation supports reverse mode, forward mode (`jax.jvp`,
     `jax.linearize`; `jax.experimental.jet`, not with "reference" and masks), and each
     on top of the other (`jax.hessian`, `jax.grad` of `jax.grad`). Memory stays linear,
-    except with "reference". The tangent of a call is a kernel of "triton" where that
-    serves it; tangents of gradients and of tangents run as "xla". The output is linear
+    except with "reference". The tangent of a call is a kernel, of "mosaic_gpu" or of
+    "triton" (`explain` says which, or why neither serves it); tangents of gradients and
+    of tangents run as "xla". The output is linear
     in value, and may be transposed by it (`jax.linear_transpose`, gradients through
     iterative solvers). Third derivatives require forward mode on top of second
     derivatives, or "reference". With `context` all of this holds, too.

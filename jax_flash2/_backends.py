@@ -70,7 +70,6 @@ def _not_run(name: str) -> Entry:
 # not known to be slower than the next, of those that need not be named. What that one
 # does not make of the gradients, the next one of its platform makes.
 BACKENDS = {
-    "mosaic_gpu_tangent": _not_run("hopper.forward_mode"),
     "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
     "mosaic_gpu_ampere": _not_run("ampere"),
     "mosaic_gpu_blackwell": _not_run("blackwell"),

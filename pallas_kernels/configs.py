@@ -100,8 +100,8 @@ class Config:
         uses `dkv`. The "mosaic_gpu" backend has no such kernels.
       dq: blocks of the kernel that computes the gradient of query, and of that of
         tangents (forward mode), which loads twice as much for a key. The "mosaic_gpu"
-        backend has one of the gradient, for wide heads only, and "mosaic_gpu_tangent"
-        one of tangents.
+        backend has one of the gradient, for wide heads only, and one of tangents, for
+        heads of 64 and 128.
       dbias: blocks of the kernel that computes the gradient of `bias`, `alibi_slopes`
         or a `scale` that is an array.
       splits: into how many parts each kernel divides the work of a block of rows, from

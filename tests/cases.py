@@ -408,8 +408,9 @@ INTERPRETED = Config(**dict.fromkeys(KERNELS, SMALL_BLOCKS), interpret=True)
 ON_GPU = jax.default_backend() == "gpu"
 # Of one kind of GPU, and of elements of two bytes: `tests.kernels.runners` has them.
 APART = (
-    *("mosaic_gpu", "mosaic_gpu_tangent"),
-    *("mosaic_gpu_ampere", "mosaic_gpu_blackwell"),
+    "mosaic_gpu",
+    "mosaic_gpu_ampere",
+    "mosaic_gpu_blackwell",
 )
 # How each other one is called here: compiled kernels on a GPU, interpreted elsewhere.
 BACKENDS = {

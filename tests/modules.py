@@ -121,7 +121,8 @@ def calls() -> dict[str, Callable[[], dict]]:
         name: functools.partial(ptxas.kernels, *variant)
         for name, variant in ptxas.variants().items()
     }
-    for name, call in (ptxas.eight_bits() | ptxas.by_name()).items():
+    others = ptxas.eight_bits() | ptxas.tangents() | ptxas.by_name()
+    for name, call in others.items():
         long[name] = functools.partial(getattr, call, "modules")
     for name, modules in long.items():
         found[f"mosaic_gpu long {name}"] = functools.partial(_modules, modules)

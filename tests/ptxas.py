@@ -4,7 +4,7 @@
     python -m tests.ptxas backward causal  those whose name has all of these words
     python -m tests.ptxas fp8              those of operands in eight bits
     python -m tests.ptxas ampere 12.0      those of kernels that run only by name
-    python -m tests.ptxas tangent          likewise, of tangents
+    python -m tests.ptxas tangent          those of tangents
 
 Prints for each kernel the registers of a thread, the bytes that it spills, and what
 ptxas says of products: C7510 to C7513, C7514 and C7520 that it put them in
@@ -248,7 +248,7 @@ def eight_bits() -> dict[str, EightBits]:
 
 
 class Tangent(ByName):
-    """A tangent by a kernel that runs only by name, and the forward pass before it."""
+    """A tangent, and the forward pass before it."""
 
     @property
     def modules(self) -> list[bytes]:
@@ -274,13 +274,17 @@ def tangents() -> dict[str, Tangent]:
         "causal": (16, {"is_causal": True}),
         "segments": (16, {"query_segment_ids": segments}),
     }
-    return {
+    found = {
         f"tangent, head size {h}, {name}": Tangent(
-            "mosaic_gpu_tangent", 90, (2, 8192, 16, h), *feature
+            "mosaic_gpu", 90, (2, 8192, 16, h), *feature
         )
         for h in (64, 128)
         for name, feature in {**_masks(), **others}.items()
     }
+    for h in (64, 128):
+        odd = Tangent("mosaic_gpu", 90, (2, 8191, 16, h), *others["causal"])
+        found[f"tangent, head size {h}, causal, T 8191"] = odd
+    return found
 
 
 def by_name() -> dict[str, ByName]:

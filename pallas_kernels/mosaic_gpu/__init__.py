@@ -4,5 +4,5 @@ A folder has the kernels of an architecture: `hopper` those that multiply by wgm
 `ampere` by mma.sync, `blackwell` by tcgen05. Its files import those of this folder,
 which import none of an architecture's: `plan` has what every kernel is made of,
 `forward_program` the work tiles of forward kernels. Those of the last two have not run
-on a card and run only by name (`by_name`), nor has `hopper.forward_mode`, for tangents.
+on a card and run only by name (`by_name`).
 """

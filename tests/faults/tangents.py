@@ -12,6 +12,7 @@ KERNEL = f"{_TESTS} -k tangents_are_a_kernel"
 PRODUCTS = f"{_TESTS} -k absent"
 BLOCKS = f"{_TESTS} -k blocks"
 HOPPER = "tests/mosaic_gpu/test_tangents.py"
+HOPPER_ORDERS = "tests/mosaic_gpu/test_forward_mode.py"
 HOPPER_RULE = f"{HOPPER} -k 'error_rule and two_stages'"
 NAN = "tests/kernels/test_masked_rows.py -k 'tangents_are_zero and triton'"
 
@@ -98,6 +99,12 @@ MUTANTS = [
             HOPPER_RULE,
         ),
         (
+            "tiles of eight rows for arrays of any number",
+            "tile = self.head_tile(head, *shape, along=rows)",
+            "tile = self.head_tile(head, *shape)",
+            f"{HOPPER} -k any_number",
+        ),
+        (
             "values of the next block for the probabilities of this one",
             "self._add_values(acc, last, left)",
             "self._add_values(acc, last - 1, left)",
@@ -123,24 +130,36 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_mode.py",
+        "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
             "tangents of keys beyond a length",
-            'x if name == "query" else clear.unread(call.spec, x)',
-            "x",
+            'clear.unread(call.spec, x) if "s" in x.axes else x',
+            "clear.unread(call.spec, x) if x is call.key or x is call.value else x",
             f"{HOPPER} -m '' -k padding",
         ),
         (
+            "no tangent by mosaic_gpu",
+            "return _Plan(tangent_blocks.launch(blocks, call.precision), slower)",
+            'return Declined("none")',
+            f"{HOPPER_ORDERS} -k kernel_makes",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/tangent_blocks.py",
+        (
             "a sink whose tangent nobody makes",
-            "spec.score.terms or set(call.differentiable) - set(_DIFFERENTIABLE)",
+            "spec.score.terms or {*call.differentiable} - _OPERANDS",
             "spec.score.terms",
             f"{HOPPER} -k 'declined and sinks'",
         ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (
-            "another's gradients by the backend of tangents",
-            'if pass_ not in ("forward", "tangent"):',
-            "if False:",
-            f"{HOPPER} -k which_pass",
+            "tangents on Hopper from the forward's crossover points on",
+            "if keys < _crossover(call).backward:",
+            "if keys < _crossover(call).forward:",
+            f"{HOPPER_ORDERS} -k how_many_keys",
         ),
     ),
     *of(

@@ -118,7 +118,6 @@ def test_modules_keep_the_contract(name, proof):
 def test_tests_run_every_backend():
     assert {*cases.BACKENDS, *cases.APART} == set(BACKENDS)
     here = {*BACKENDS} - ({*cases.APART} if cases.ON_GPU else set())
-    here -= {"mosaic_gpu_tangent"}  # its kernel is in tests/mosaic_gpu/test_tangents.py
     assert here <= set(RUNNERS)
 
 

@@ -1,6 +1,7 @@
-"""The tangent kernel for Hopper, which runs only by name: in JAX's interpreter."""
+"""The tangent kernel for Hopper: in JAX's interpreter, and lowered."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ from pallas_kernels.mosaic_gpu import support
 from tests import mosaic_interpreter, ptxas, tolerances
 from tests.cases import ON_GPU, Case, by_name
 from tests.kernels import test_tangents
-from tests.lowering import on_gpu
+from tests.lowering import lower_for_gpu, on_gpu, string_attributes
 from tests.mosaic import on_hopper, with_heads
 from tests.tiers import deep
 
-NAME = "mosaic_gpu_tangent"
+NAME = "mosaic_gpu"
 TWO = {"config": Config(dq=Blocks(128, 64, 8, 2))}  # stages, which come round again
 Q = jax.ShapeDtypeStruct((2, 8192, 16, 64), jnp.bfloat16)
 K = jax.ShapeDtypeStruct((2, 8192, 4, 64), jnp.bfloat16)
@@ -144,21 +145,25 @@ def test_padding_never_comes_through(monkeypatch):
     assert not mosaic_interpreter.found_races()
 
 
-def explained(implementation: str, q=Q, k=K, **arguments) -> list[str]:
+@pytest.mark.parametrize("head", [64, 128])
+def test_rows_of_any_number_lower(head):
+    """TMA copies tiles of 8 rows from arrays that have whole ones alone."""
+    shapes = (1, 151, 2, head), *[(1, 283, 1, head)] * 2
+    arrays = tuple(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
+    call = functools.partial(attention, is_causal=True, implementation=NAME)
+    text = lower_for_gpu(functools.partial(jax.jvp, call), arrays, arrays)
+    assert b"flash2_tangent" in string_attributes(text, "module")[1]
+
+
+def explained(q=Q, k=K, **arguments) -> list[str]:
     with on_gpu("NVIDIA H100 80GB HBM3"):
-        return explain(q, k, k, implementation=implementation, **arguments).splitlines()
+        return explain(q, k, k, implementation=NAME, **arguments).splitlines()
 
 
 def test_who_makes_which_pass():
-    lines = explained(NAME, is_causal=True)
-    assert lines[0] == f"implementation: {NAME} (not run on a card)"
-    assert f"    forward: {NAME}" in lines and f"    tangent: {NAME}" in lines
-    why = "it has a kernel for tangents alone"
-    assert any(x.startswith("    backward: ") and why in x for x in lines)
-    assert f"  {NAME}: can serve this call, if named (not run on a card)" in lines
-    why = f"its kernel for tangents runs only as {NAME}"
-    lines = explained("mosaic_gpu", is_causal=True)
-    assert f"    tangent: triton (not mosaic_gpu: {why})" in lines
+    lines = explained(is_causal=True)
+    for name in ("forward", "backward", "tangent"):
+        assert f"    {name}: {NAME}" in lines
 
 
 def _of(h: int, rows: int = 8192) -> dict:
@@ -167,26 +172,26 @@ def _of(h: int, rows: int = 8192) -> dict:
 
 
 DECLINED = {
-    "heads": (_of(80), "head sizes (80, 80) are not 64 both, or 128"),
+    "heads": (_of(80), "for tangents head sizes (80, 80) are not 64 both, or 128"),
     "dropout": (
         {"dropout_rate": 0.1, "dropout_rng": jax.random.PRNGKey(0)},
-        "its kernel has no dropout",
+        "its kernel for tangents has no dropout",
     ),
     "lists": (
         {**_of(64, rows=300), "mask_mod": lambda b, h, q, kv: (q == kv) | (kv < 3)},
-        "its kernel walks no lists of blocks",
+        "its kernel for tangents walks no lists of blocks",
     ),
     "sinks": (
         {"sinks": jnp.zeros(16)},
-        "its kernel changes no scores, and no sum of a row",
+        "its kernel for tangents changes no scores, and no sum of a row",
     ),
     "mask": (
         {"mask": jax.ShapeDtypeStruct((8192, 8192), jnp.bool_)},
-        "an operand has an element for each pair",
+        "its kernel for tangents reads no array with an element for each pair",
     ),
     "rows": (
         {"config": Config(dq=Blocks(64, 64, 4, 2))},
-        "Config.dq: block_q=64 is not 128 or 192",
+        "Config.dq: block_q=64 is not 128 or 192, as for tangents",
     ),
     "stages": (
         {"config": Config(dq=Blocks(128, 64, 8, 1))},
@@ -202,8 +207,8 @@ DECLINED = {
 @pytest.mark.parametrize("name", DECLINED)
 def test_declined_by_a_reason(name):
     arguments, reason = DECLINED[name]
-    first, *_ = explained(NAME, **arguments)
-    assert first.startswith("error: ") and first.endswith(reason), first
+    (line,) = (x for x in explained(**arguments) if x.startswith("    tangent: "))
+    assert f"(not {NAME}: " in line and reason in line
 
 
 @deep

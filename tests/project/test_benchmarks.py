@@ -408,6 +408,15 @@ def test_serving_runs_and_says_which_goals_are_met(tmp_path):
 
 
 @deep
+def test_tangents_are_compared_with_exact_ones():
+    sizes = ["--length=64", "--width=128", "--calls=causal"]
+    done = ran("tangents", *sizes, "--peers=xla", "--repeats=1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count(" causal, xla: ") == done.stdout.count("row error") == 2
+    assert "128 x 64, 2 x 64 causal: tangent: xla\n" in done.stdout
+
+
+@deep
 def test_bits_are_compared():
     done = ran("bits", "--quick")
     assert done.returncode == 0, done.stderr + done.stdout

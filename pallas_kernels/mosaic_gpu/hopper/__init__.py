@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_gpu.hopper import (
     fp8,
     fp8_plan,
     gradient_blocks,
+    tangent_blocks,
     tuning,
 )
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
@@ -32,6 +33,7 @@ from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
 from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.hopper.forward import forward as forward_kernel
+from pallas_kernels.mosaic_gpu.hopper.tangent import tangent as tangent_kernel
 from pallas_kernels.mosaic_gpu.plan import PassPlan
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -78,7 +80,7 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
         "forward": _forward_plan,
         "backward": _backward_plan,
         "operand_gradients": _operand_plan,
-        "tangent": _no_tangent,
+        "tangent": _tangent_plan,
     }[pass_](call)
 
 
@@ -150,8 +152,13 @@ def _backward_plan(call: Call) -> Plan | Declined:
     return _Plan(launch, slower, tuple(divided), launches.get("dq"))
 
 
-def _no_tangent(_: Call) -> Declined:
-    return Declined("its kernel for tangents runs only as mosaic_gpu_tangent")
+def _tangent_plan(call: Call) -> Plan | Declined:
+    blocks = tangent_blocks.of_call(call)
+    if isinstance(blocks, str):
+        return Declined(blocks)
+    is_chosen = call.config is not None and call.config.dq is not None
+    slower = None if is_chosen else tuning.slower_tangent(call)
+    return _Plan(tangent_blocks.launch(blocks, call.precision), slower)
 
 
 def _operand_plan(call: Call) -> Plan | Declined:
@@ -280,6 +287,18 @@ def backward(plans, call: Call, saved, wanted):
     if "sink" in wanted:
         gradients["sink"] = passes.of_sink(sink, lse, delta, wanted["sink"])
     return gradients
+
+
+def tangent(plan: PassPlan, call: Call, saved, tangents, outputs):
+    """Tangents of output and log-sum-exp (`backend.Backend`)."""
+
+    def cleared(x: Named) -> Named:
+        return clear.unread(call.spec, x) if "s" in x.axes else x
+
+    spec = _with_table(call.spec, plan.launch.blocks, call.size)
+    k, v, along = jax.tree.map(cleared, (call.key, call.value, dict(tangents)))
+    operands = call.query, k, v, spec, saved, along, outputs
+    return tangent_kernel(*operands, launch=plan.launch)
 
 
 def _unfit(kernel: str, size: int, regime: str, blocks: Blocks) -> str | None:

@@ -1,9 +1,10 @@
 """The tangent kernel for Hopper: tangents of output and log-sum-exp (`core.tangent`).
 
-**Not run on a card** (benchmarks/lab/116-tangents-on-hopper.md). Grid: (query blocks,
-query heads, batch axes). A thread block owns a block of queries and visits the blocks
-of keys that it meets. It takes the forward's output and log-sum-exp, so that no maximum
-runs, nothing is scaled again, and one sum of the size of the output is carried.
+Grid: (query blocks, query heads, batch axes). A thread block owns a block of queries
+and visits the blocks of keys that it meets. It takes the forward's output and
+log-sum-exp, so that no maximum runs, nothing is scaled again, and one sum of the size
+of the output is carried. What was tried and timed is in
+benchmarks/lab/116-tangents-on-hopper.md.
 
 The producer warpgroup loads keys, values and their tangents, by TMA. A consumer
 warpgroup computes 64 rows. Step i of its loop, for keys i and values i - 1, when
@@ -160,9 +161,16 @@ class Plan(gradients.Plan):
         """How many products the probabilities of a block go to."""
         return 1 + self.along[2]
 
-    def tiles(self, number: int, head: str, *shape: int) -> Operand:
-        """Tiles of operand `number` and of its tangent, as `head_tile` has them."""
-        tile = self.head_tile(head, *shape)
+    def tiles(self, number: int, axes: str, *shape: int) -> Operand:
+        """Tiles of operand `number` and of its tangent, as `head_tile` has them.
+
+        Args:
+          number: of q, k and v.
+          axes: of its rows, and of its head elements.
+          shape: how many tiles, and how many rows of each.
+        """
+        rows, head = axes
+        tile = self.head_tile(head, *shape, along=rows)
         return Operand(tile, tile if self.along[number] else None)
 
 
@@ -193,12 +201,12 @@ class Refs:
         barriers = functools.partial(plgpu.Barrier, num_barriers=consumers)
         return cls(
             dlse=Tile(plgpu.SMEM((consumers, ROWS), F32)),
-            keys=Pipeline.declare(plan.tiles(1, "h", stages, keys), stages, consumers),
-            queries=plan.tiles(0, "h", consumers, ROWS),
+            keys=Pipeline.declare(plan.tiles(1, "sh", stages, keys), stages, consumers),
+            queries=plan.tiles(0, "th", consumers, ROWS),
             queries_full=barriers(num_arrivals=1 + plan.along[0]),
             output_full=barriers(),
             values=Pipeline.declare(
-                plan.tiles(2, "d", stages, keys), stages, consumers
+                plan.tiles(2, "sd", stages, keys), stages, consumers
             ),
         )
 

@@ -146,6 +146,19 @@ def slower_backward(call: Call, *, makes_gradient: bool) -> str | None:
     return None
 
 
+def slower_tangent(call: Call) -> str | None:
+    """Why tangents are made faster by the next backend, or None.
+
+    As in the backward pass a thread block has one block of rows, whose first loads and
+    last stores nothing hides. So the crossover points are those of the backward, until
+    they are measured (benchmarks/lab/116-tangents-on-hopper.md).
+    """
+    keys = call.spec.mean_keys(call.size["s"])
+    if keys < _crossover(call).backward:
+        return f"about {keys} keys for a query are few"
+    return None
+
+
 def head_tiles(size: Mapping[str, int]) -> dict[str, int]:
     """Widths of the tiles of heads in the backward kernels, of keys and of values."""
     largest = max(size["h"], size["d"])
