@@ -215,6 +215,27 @@ MUTANTS = [
             "inverse = Constant.of(np.asarray(1.0, dtype))",
             "tests/core/test_pointwise.py -k base_two",
         ),
+        (
+            "a boolean is the lowest bit of a number",
+            "if dtype == np.bool_:  # Mosaic GPU would take the lowest bit of a number",
+            "if False:",
+            "tests/kernels/test_mods.py -k booleans_lower",
+        ),
+        (
+            "the larger of two booleans is one of numbers",
+            'if name in ("max", "min") and dtype == np.bool_:',
+            "if False:",
+            "tests/kernels/test_mods.py -k booleans_lower",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/program.py",
+        (
+            "not of a boolean is JAX's",
+            'if (self.name, self.dtype) == ("not", "bool"):',
+            "if False:",
+            "tests/kernels/test_mods.py -k booleans_lower",
+        ),
     ),
     *of(
         "pallas_kernels/core/pointwise/intervals.py",
