@@ -208,6 +208,24 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/masks/mod.py",
+        (
+            "a kernel's table of a mask is an array of bits",
+            "if isinstance(x, Table) or not is_float or x.dtype == dtype:",
+            "if not is_float or x.dtype == dtype:",
+            "tests/kernels/test_tables.py -k masks_may_read_tables",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/axes.py",
+        (
+            "no heads have a group",
+            'has_heads = "n" in size and size.get("k", 0) != 0',
+            'has_heads = "n" in size',
+            "tests/mosaic_gpu/test_choice.py -k nothing_to_do",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/pointwise/build.py",
         (
             "a logarithm to base two is the natural one",
