@@ -237,13 +237,13 @@ MUTANTS = [
             "a boolean is the lowest bit of a number",
             "if dtype == np.bool_:  # Mosaic GPU would take the lowest bit of a number",
             "if False:",
-            "tests/kernels/test_mods.py -k booleans_lower",
+            "tests/kernels/test_tables.py -k booleans_lower",
         ),
         (
             "the larger of two booleans is one of numbers",
             'if name in ("max", "min") and dtype == np.bool_:',
             "if False:",
-            "tests/kernels/test_mods.py -k booleans_lower",
+            "tests/kernels/test_tables.py -k booleans_lower",
         ),
     ),
     *of(
@@ -252,7 +252,7 @@ MUTANTS = [
             "not of a boolean is JAX's",
             'if (self.name, self.dtype) == ("not", "bool"):',
             "if False:",
-            "tests/kernels/test_mods.py -k booleans_lower",
+            "tests/kernels/test_tables.py -k booleans_lower",
         ),
     ),
     *of(

@@ -341,25 +341,6 @@ def test_kernels_lower_or_decline_by_name(backend):
     assert re.search(rf"{backend}: its kernels lack [a-z0-9 ,]*\berf\b", erf)
 
 
-@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-def test_booleans_lower(backend):
-    """Of pairs, rows and heads; Mosaic GPU cannot lower all that JAX has for them."""
-    x = jax.ShapeDtypeStruct((1, 256, N, 64), jnp.bfloat16)
-
-    def score_mod(s, b, h, q, kv):
-        is_odd = ((q ^ kv) & 3).astype(bool)
-        kept = jnp.minimum(~is_odd, h.astype(bool)) | ~(KEYS[0, kv] > ROWS[h, q])
-        return jnp.where(kept, s, 0.5 * s)
-
-    def mask_mod(b, h, q, kv):
-        return ~jnp.maximum((q ^ kv) % 5 < 2, (KEYS[0, kv] * (q % 2)).astype(bool))
-
-    call = functools.partial(attention, implementation=backend, mask_mod=mask_mod)
-    assert "custom_call" in lower_for_gpu(
-        lambda x: call(x, x, x, score_mod=score_mod), x
-    )
-
-
 def test_equal_functions_share_one_trace():
     """A fresh closure is no new program; another number is one."""
 
