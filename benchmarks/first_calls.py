@@ -16,6 +16,7 @@ are cores, or they slow one another down. Rows go to `first_calls.jsonl`.
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -156,6 +157,8 @@ def _in_this_process(peer: str, name: str, shape: Shape, what: str) -> dict:
         find = functools.partial(function, peer, of, feature)
         return find, (*of.structs(), feature.arrays)
 
+    if what == "exported":  # JAX says there where the kernels' runtime library lies
+        importlib.import_module("jax.experimental.mosaic.gpu")
     find, structs = call(shape)
     jax.block_until_ready((structs[-1], jax.numpy.zeros(8) + 1))
     if what != "cold":

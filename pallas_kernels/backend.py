@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.configs import Config
-from pallas_kernels.core.axes import Named, batch_axes, sizes
+from pallas_kernels.core.axes import Named, batch_axes, group_of, sizes
 from pallas_kernels.core.spec import AttentionSpec
 
 
@@ -106,7 +106,7 @@ class Call:
     @property
     def group(self) -> int:
         """Query heads of a key/value head."""
-        return self.size["n"] // self.size["k"] if "n" in self.size else 1
+        return group_of(self.size)
 
     @property
     def flops(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import numpy as np
 from pallas_kernels import division
 from pallas_kernels.configs import PART, Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
-from pallas_kernels.core.axes import batch_axes, is_numbered, sizes
+from pallas_kernels.core.axes import batch_axes, group_of, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.pointwise.tables import Distances, Table
@@ -321,7 +321,7 @@ class Layout(abc.ABC):
         self.part_count = -(-size.get("s", 0) // PART)
         own = {a: self.head(a) for a in ("h", "d") if a in size}
         self.pieces = {a: tuple(x.size for x in rows) for a, rows in own.items()}
-        self.group = size.get("n", 1) // size.get("k", size.get("n", 1))
+        self.group = group_of(size)
         self.num_blocks = {a: -(-size[a] // self.rows.get(a, 1)) for a in parallel}
         # Programs run in the order of the grid, first axis fastest: those that share
         # keys and values (blocks of one head, heads of one group) run together.

@@ -320,6 +320,12 @@ def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
     return Named(value, (*batch, *free)).to(axes)
 
 
+def group_of(size: dict[str, int]) -> int:
+    """Query heads of a key/value head; 1 if there are no heads."""
+    has_heads = "n" in size and size.get("k", 0) != 0
+    return size["n"] // size["k"] if has_heads else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """Query heads `n` seen as (`k`, `g`): a key/value head and a place in its group."""
@@ -329,9 +335,7 @@ class Heads:
 
     @classmethod
     def of(cls, size: dict[str, int]) -> Heads:
-        if "n" not in size:
-            return cls(1, ())
-        return cls(size["n"] // size["k"], ("k", "g"))
+        return cls(group_of(size), ("k", "g") if "n" in size else ())
 
     def split(self, x: Named) -> Named:
         return x.split("n", "g", self.group).renamed("n", "k")

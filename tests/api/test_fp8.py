@@ -156,14 +156,17 @@ def test_errors_of_quantising(backend, name):
         k, v = (jnp.where(beyond[..., None, None], jnp.nan, x) for x in (k + 3, v))
         wide = q, wide[1] + 3, wide[2]
     call = functools.partial(attention, implementation=backend, return_residual=True)
-    out, lse, largest = functools.partial(call, precision="fp8", **arguments)(
-        q, k, v, return_max_logit=backend != "mosaic_gpu"
+    # The kernel does not give the largest scores.
+    has_largest = backend != "mosaic_gpu"
+    out, lse, *largest = functools.partial(call, precision="fp8", **arguments)(
+        q, k, v, return_max_logit=has_largest
     )
     exact = exact_results(wide, {**arguments, "return_max_logit": True})
     assert out.dtype == q.dtype
     assert error(out, exact["out"]) < 0.065
     np.testing.assert_allclose(lse, exact["lse"], atol=0.15, rtol=0.05)
-    assert error(largest, exact["max_logit"]) < 0.02
+    assert len(largest) == has_largest
+    assert all(error(x, exact["max_logit"]) < 0.02 for x in largest)
 
 
 def test_float16_stays_float16():
@@ -176,11 +179,14 @@ def test_float16_stays_float16():
 @pytest.mark.parametrize("argument", ["query", "key", "value", "bias"])
 def test_derivatives_are_refused(argument):
     q, k, v = operands()
-    arguments = {"query": q, "key": k, "value": v, "bias": jnp.zeros((T, S))}
+    arguments = {"query": q, "key": k, "value": v}
+    options: dict = {"precision": "fp8"}
+    if argument == "bias":  # of which a GPU's kernel has none, as the caller is warned
+        arguments["bias"], options["implementation"] = jnp.zeros((T, S)), "xla"
 
     def loss(x):
         x = {**arguments, argument: x}
-        return jnp.sum(attention(**x, precision="fp8").astype(jnp.float32))
+        return jnp.sum(attention(**x, **options).astype(jnp.float32))
 
     for derive in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
         with pytest.raises(TypeError, match=r"8 bits .* no derivatives: call jax"):
@@ -189,15 +195,24 @@ def test_derivatives_are_refused(argument):
     assert not np.any(stopped)
 
 
-def test_transformations():
-    """`vmap` over heads in the middle, `jit`, and arrays divided over devices."""
+def of_equal_heads():
     q, k, v = operands(s=T)
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-    call = functools.partial(attention, precision="fp8", is_causal=True)
-    plain = call(q, k, v)
+    return functools.partial(attention, precision="fp8", is_causal=True), (q, k, v)
+
+
+def test_maps():
+    """`vmap` over heads in the middle."""
+    call, arrays = of_equal_heads()
     heads = jax.vmap(call, in_axes=1, out_axes=1)
-    found = jax.vmap(heads)(q, k, v)
-    assert error(found, plain) < 0.01
+    assert error(jax.vmap(heads)(*arrays), call(*arrays)) < 0.01
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
+def test_meshes():
+    """`jit` of arrays that are divided over devices, and `shard_map`."""
+    call, (q, k, v) = of_equal_heads()
+    plain = call(q, k, v)
     mesh = jax.make_mesh((2, 2), ("b", "n"), devices=jax.devices()[:4])
     placed = NamedSharding(mesh, PartitionSpec("b", None, "n"))
     inside = [jax.device_put(x, placed) for x in (q, k, v)]
@@ -215,6 +230,7 @@ def test_no_queries(shape):
     assert "forward: xla" in explain(x, x, x, precision="fp8", implementation="xla")
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 def test_shard_map_with_its_default_checks():
     """Rows of queries are divided, keys are not. Each part has a scale of its own."""
     q, k, v = operands(s=T)

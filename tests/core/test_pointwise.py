@@ -270,6 +270,26 @@ def test_logarithms_to_base_two_are_natural_ones():
     assert found == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+def test_booleans_of_numbers(dtype):
+    """As JAX has them, by operations that kernels have."""
+    numbers = jnp.array([0, 2, -1, 3, -0.0 if dtype == jnp.int32 else jnp.nan], dtype)
+
+    def function(b, h, q, kv):
+        is_set, is_far = numbers[kv].astype(bool), kv > q
+        return ~jnp.minimum(is_set, jnp.maximum(is_far, ~is_set | (q == 1)))
+
+    q, kv = jnp.indices((3, 5), dtype=jnp.int32)
+    traced = trace(function, None, NATURAL)
+    assert not {"convert_element_type", "max", "min"} & traced.program.operations
+    (found,) = traced.program.run(
+        (None, None, q, kv),
+        lambda step, index: numbers[tuple(index)],
+        lambda step, args: step.bound(*args),
+    )
+    np.testing.assert_array_equal(found, function(None, None, q, kv))
+
+
 def test_equal_functions_are_equal_programs():
     def program(factor, x):
         def function(s, b, h, q, kv):

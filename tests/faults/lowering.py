@@ -34,7 +34,7 @@ MUTANTS = [
             "a constant beside what differs between devices",
             "    a, b = varying_alike((a, b))\n",
             "",
-            "tests/api/test_fp8.py -k transformations",
+            "tests/api/test_fp8.py -k meshes",
         ),
     ),
     *of(

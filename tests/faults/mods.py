@@ -208,12 +208,51 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/masks/mod.py",
+        (
+            "a kernel's table of a mask is an array of bits",
+            "if isinstance(x, Table) or not is_float or x.dtype == dtype:",
+            "if not is_float or x.dtype == dtype:",
+            "tests/kernels/test_tables.py -k masks_may_read_tables",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/axes.py",
+        (
+            "no heads have a group",
+            'has_heads = "n" in size and size.get("k", 0) != 0',
+            'has_heads = "n" in size',
+            "tests/mosaic_gpu/test_choice.py -k nothing_to_do",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/pointwise/build.py",
         (
             "a logarithm to base two is the natural one",
             "inverse = Constant.of(np.asarray(1 / np.log(2.0), dtype))",
             "inverse = Constant.of(np.asarray(1.0, dtype))",
             "tests/core/test_pointwise.py -k base_two",
+        ),
+        (
+            "a boolean is the lowest bit of a number",
+            "if dtype == np.bool_:  # Mosaic GPU would take the lowest bit of a number",
+            "if False:",
+            "tests/kernels/test_tables.py -k booleans_lower",
+        ),
+        (
+            "the larger of two booleans is one of numbers",
+            'if name in ("max", "min") and dtype == np.bool_:',
+            "if False:",
+            "tests/kernels/test_tables.py -k booleans_lower",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/program.py",
+        (
+            "not of a boolean is JAX's",
+            'if (self.name, self.dtype) == ("not", "bool"):',
+            "if False:",
+            "tests/kernels/test_tables.py -k booleans_lower",
         ),
     ),
     *of(

@@ -179,20 +179,28 @@ def of_arrays(*arrays, **options):
     return attention(**dict(zip(NAMES, arrays, strict=True)), **options)
 
 
-def test_transformations():
-    """`vmap` over an axis that lies anywhere, and batch and heads over devices."""
+def test_maps():
+    """`vmap` over an axis that lies anywhere."""
+    call = functools.partial(of_arrays, is_causal=True, implementation="xla")
+    arrays = [_operands()[name] for name in NAMES]
+    last = [jnp.moveaxis(x, 0, -1) for x in arrays]
+    mapped = jax.vmap(call, in_axes=-1)(*last)
+    np.testing.assert_allclose(mapped, call(*arrays), atol=1e-6)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")
+def test_meshes():
+    """Batch and heads over devices."""
     call = functools.partial(of_arrays, is_causal=True, implementation="xla")
     arrays = [_operands()[name] for name in NAMES]
     plain = call(*arrays)
-    last = [jnp.moveaxis(x, 0, -1) for x in arrays]
-    mapped = jax.vmap(call, in_axes=-1)(*last)
-    np.testing.assert_allclose(mapped, plain, atol=1e-6)
     mesh = jax.make_mesh((2, 2), ("b", "n"), devices=jax.devices()[:4])
     placed = NamedSharding(mesh, PartitionSpec("b", None, "n"))
     divided = jax.jit(call)(*(jax.device_put(x, placed) for x in arrays))
     np.testing.assert_allclose(divided, plain, atol=1e-6)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("is_explicit", [False, True], ids=["context", "mesh"])
 def test_rows_are_not_divided_over_devices(is_explicit):
     kinds = (AxisType.Explicit if is_explicit else AxisType.Auto,)

@@ -1,4 +1,4 @@
-"""Functions that read tables at computed places, and arrays of few bits."""
+"""Functions that read tables at computed places, arrays of few bits, and booleans."""
 
 import functools
 
@@ -16,11 +16,13 @@ from tests.kernels.test_mods import (
     PAIRS,
     ROWS,
     SCORES,
+    N,
     check,
     dense,
     exact,
     results,
 )
+from tests.lowering import lower_for_gpu
 from tests.tiers import deeply
 
 
@@ -76,7 +78,8 @@ def test_an_index_beyond_a_table_is_clamped():
         return lambda s, b, h, q, kv: s + table[h, q - kv + 3] * table[0, 2 * kv - q]
 
     captured = SCORES["table"][1]
-    run = functools.partial(results, attention, make, None)
+    call = functools.partial(attention, precision="highest")
+    run = functools.partial(results, call, make, None)
     check(jax.jit(run)(ARRAYS, captured), exact(make, None, captured), 1e-5)
 
 
@@ -102,3 +105,31 @@ def test_masks_may_compare_floats_of_few_bits(dtype):
     }
     options = {**BACKENDS["blocks"], "precision": "highest"}
     check([attention(*ARRAYS, **mods, **options)], [dense(*ARRAYS, **mods)], 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", *deeply("blocks", "reference")])
+def test_masks_may_read_tables_of_floats(backend):
+    """Until kernels read them they have the bits, of which there is no gradient."""
+    table = PAIRS.reshape(-1)[:200].astype(jnp.float16)
+    mods = {"mask_mod": lambda b, h, q, kv: (table[q * kv % 200] < 0.3) | (q == kv)}
+    options = {**BACKENDS[backend], "precision": "highest"}
+    check([attention(*ARRAYS, **mods, **options)], [dense(*ARRAYS, **mods)], 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_booleans_lower(backend):
+    """Of pairs, rows and heads; Mosaic GPU cannot lower all that JAX has for them."""
+    x = jax.ShapeDtypeStruct((1, 256, N, 64), jnp.bfloat16)
+
+    def score_mod(s, b, h, q, kv):
+        is_odd = ((q ^ kv) & 3).astype(bool)
+        kept = jnp.minimum(~is_odd, h.astype(bool)) | ~(KEYS[0, kv] > ROWS[h, q])
+        return jnp.where(kept, s, 0.5 * s)
+
+    def mask_mod(b, h, q, kv):
+        return ~jnp.maximum((q ^ kv) % 5 < 2, (KEYS[0, kv] * (q % 2)).astype(bool))
+
+    call = functools.partial(attention, implementation=backend, mask_mod=mask_mod)
+    assert "custom_call" in lower_for_gpu(
+        lambda x: call(x, x, x, score_mod=score_mod), x
+    )

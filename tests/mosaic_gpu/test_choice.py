@@ -88,7 +88,9 @@ def test_mapped_calls_go_to_the_backend_that_measured_faster(which):
     assert _kernels_under_vmap(2, which, implementation="triton") == triton
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 4, 64), (0, 8, 4, 64), (2, 0, 4, 64)])
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 4, 64), (0, 8, 4, 64), (2, 0, 4, 64), (2, 8, 0, 64)]
+)
 def test_nothing_to_do_on_hopper(shape):
     """The choice of a backend divides work, of which there may be none."""
     q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

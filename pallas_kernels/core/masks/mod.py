@@ -17,6 +17,7 @@ from pallas_kernels.core.masks.traits import ALL, Traits
 from pallas_kernels.core.pointwise import INDICES, Program, intervals
 from pallas_kernels.core.pointwise.runs import keeps_runs
 from pallas_kernels.core.pointwise.sides import split
+from pallas_kernels.core.pointwise.tables import Table
 from pallas_kernels.core.positions import AT_THEIR_NUMBERS, Positions
 from pallas_kernels.core.ranges import divide
 
@@ -140,10 +141,12 @@ class MaskMod(ArrayMask):
         return Relation(of_blocks(some), of_blocks(every))
 
 
-def _of_bits(x: jax.Array, dtype: str) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.floating) and x.dtype != dtype:
-        return jax.lax.bitcast_convert_type(x, dtype)
-    return x
+def _of_bits(x: Any, dtype: str) -> Any:
+    """The floats of an array; a `Table` of a kernel has them already (`by_sides`)."""
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if isinstance(x, Table) or not is_float or x.dtype == dtype:
+        return x
+    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _ends(x: Named, blocks: dict[str, int], axes) -> intervals.Interval:

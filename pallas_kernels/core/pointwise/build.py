@@ -143,8 +143,16 @@ class Build(Walk):
             power = self.emit(lax.integer_pow_p, {"y": -params["y"]}, args, dtype)
             one = Constant.of(np.asarray(1, dtype))
             return self.emit(lax.div_p, {}, [one, power], dtype)
+        if name in ("max", "min") and dtype == np.bool_:
+            joined = lax.or_p if name == "max" else lax.and_p
+            return self.emit(joined, {}, args, dtype)
         if name == "convert_element_type" and not isinstance(x, Constant):
-            return x if self._dtypes[x] == dtype else self._widened(x, dtype)
+            if self._dtypes[x] == dtype:
+                return x
+            if dtype == np.bool_:  # Mosaic GPU would take the lowest bit of a number
+                zero = Constant.of(np.asarray(0, self._dtypes[x]))
+                return self.emit(lax.ne_p, {}, [x, zero], dtype)
+            return self._widened(x, dtype)
         return None
 
     def _widened(self, number: int, dtype) -> int | None:

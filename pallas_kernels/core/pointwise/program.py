@@ -91,9 +91,12 @@ class Step(NamedTuple):
 
         They are given to the primitive in one shape, as Mosaic GPU asks.
         """
+        primitive = self.primitive
+        if (self.name, self.dtype) == ("not", "bool"):  # Mosaic GPU cannot lower it
+            primitive, args = jax.lax.xor_p, (*args, np.True_)
         shape = jnp.broadcast_shapes(*map(np.shape, args))
         same = (x if np.shape(x) == shape else jnp.broadcast_to(x, shape) for x in args)
-        return self.primitive.bind(*same, **dict(self.params))
+        return primitive.bind(*same, **dict(self.params))
 
 
 @dataclasses.dataclass(frozen=True)
