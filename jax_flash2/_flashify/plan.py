@@ -72,10 +72,10 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
             left.append(Left(root, form))
             continue
         arrays = tuple(other.get(x, x) for x in form.arrays)
-        product = found.fact.product.node.outputs[0]
-        node = other.get(product, product).node
-        assert node is not None
-        sites[root] = Site(root, node, form, arrays)
+        product = found.fact.product.node
+        product = other.get(product, product)
+        assert isinstance(product, Node)
+        sites[root] = Site(root, product, form, arrays)
     inner, every = {}, []
     for node in (x for x in graph.nodes if x.inner):
         plans = [
@@ -101,16 +101,16 @@ def _form_or_reason(found: Found, narrowed: Any) -> Form | str:
 
 def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
     """The 16-bit types that all users of a result convert it to, of roots with one."""
-    own = {x.outputs[0]: x for x in roots}  # results, and the same moved
+    own = {x: x for x in roots}  # results, and the same moved
     dtypes: dict[Node, set] = {x: set() for x in roots}
     for node in graph.nodes if roots else ():
         for x in node.inputs:
             if x not in own:
                 continue
             if node.name in ("transpose", "reshape"):
-                own[node.outputs[0]] = own[x]
+                own[node] = own[x]
             elif node.name == "convert_element_type":
-                dtypes[own[x]].add(node.outputs[0].aval.dtype)
+                dtypes[own[x]].add(node.aval.dtype)
             else:
                 dtypes[own[x]].add(None)
     for x in graph.outputs:

@@ -36,12 +36,12 @@ class RowRules:
         is_number = [x is not None for x in numbers]
         own = [k in ("row", "max") for k in kinds]
         if all(a or b for a, b in zip(is_number, own, strict=True)):
-            if node.outputs[0].shape != node.inputs[kinds.index(first.kind)].shape:
+            if node.shape != node.inputs[kinds.index(first.kind)].shape:
                 return None
             is_same = name == "max" and -np.inf in numbers
             return first.replace(
                 kind=first.kind if is_same else "row",
-                shift=first.shift if is_same else node.outputs[0],
+                shift=first.shift if is_same else node,
             )
         return None
 
@@ -50,7 +50,7 @@ class RowRules:
         del numbers
         if kinds[0] not in ("row", "max"):
             return None
-        return known[0].replace(shift=node.outputs[0])
+        return known[0].replace(shift=node)
 
     def _row_log(self, node, known, kinds, numbers) -> Fact | None:
         del node, numbers
@@ -94,7 +94,7 @@ class RowRules:
         if largest is None or largest.kind != "max" or largest.steps != total.steps:
             return False
         rows = digits.size_of(x for dim in largest.layout for x in dim)
-        pairs = math.prod(total.product.node.outputs[0].shape)
+        pairs = math.prod(total.product.node.shape)
         return rows * digits.size_of(total.keys) == pairs
 
     def _dropped(self, total: Fact) -> Dropped:
@@ -156,6 +156,6 @@ class RowRules:
         if kind == "max":
             is_finite = np.isfinite(number)
             return (
-                own.replace(is_safe=True, shift=node.outputs[0]) if is_finite else None
+                own.replace(is_safe=True, shift=node) if is_finite else None
             )
         return own.replace(is_safe=True) if number > 0 else None

@@ -60,15 +60,15 @@ def runs_of(plan: Plan) -> list[Run]:
     products: dict[Node, Names | None] = {x.product: None for x in plan.sites.values()}
     steps = list(_steps(plan, plan.graph.items, (), products))
     runs = _cut(plan, steps, _scopes(plan, steps, products))
+    pieces = {run: _piece(plan, run) for run in runs}
     later = set(plan.graph.outputs)
-    pieces = [_piece(plan, run) for run in runs]
-    for run, piece in zip(reversed(runs), reversed(pieces), strict=True):
-        run.outputs = [x for x in piece.made if x in later]
-        later.update(piece.read)
-    kinds: dict[Any, list[tuple[Run, Piece]]] = {}
-    for run, piece in zip(runs, pieces, strict=True):
+    for run in reversed(runs):
+        run.outputs = [x for x in pieces[run].made if x in later]
+        later.update(pieces[run].read)
+    kinds: dict[Any, list[Run]] = {}
+    for run in runs:
         if not run.is_alone:
-            _sort(plan, run, piece, kinds.setdefault(_places(plan, run), []))
+            _sort(plan, run, kinds.setdefault(_places(plan, run), []), pieces)
     return runs
 
 
@@ -81,16 +81,15 @@ def _piece(plan: Plan, run: Run) -> Piece:
     return Piece([x.equation for x in items if x not in plan.sites], made, read)
 
 
-def _sort(plan: Plan, run: Run, piece: Piece, others: list[tuple[Run, Piece]]) -> None:
+def _sort(plan: Plan, run: Run, others: list[Run], pieces: dict[Run, Piece]) -> None:
     """Finds what a run reads, and the first of others that it is like."""
-    for other, its_piece in others:
-        inputs = _paired(plan, (other, its_piece), (run, piece))
+    for other in others:
+        inputs = _paired(plan, other, run, pieces)
         if inputs is not None:
             run.first, other.is_repeated, run.inputs = other, True, inputs
             return
-    made, read = {*piece.made}, dict.fromkeys(piece.read)
-    run.inputs = [x for x in read if x not in made and not is_literal(x)]
-    others.append((run, piece))
+    run.inputs = [x for x in pieces[run].inputs if not is_literal(x)]
+    others.append(run)
 
 
 def _places(plan: Plan, run: Run) -> Any:
@@ -102,15 +101,16 @@ def _places(plan: Plan, run: Run) -> Any:
     )
 
 
-def _paired(plan: Plan, *both: tuple[Run, Piece]) -> list[Value] | None:
+def _paired(
+    plan: Plan, first: Run, second: Run, pieces: dict[Run, Piece]
+) -> list[Value] | None:
     """What the second run reads, if both are the same function of their inputs."""
-    (first, its_piece), (second, piece) = both
     sites = plan.sites
-    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run, _ in both)
+    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run in (first, second))
     for a, b in zip(*forms, strict=True):
         if a is not b and a.identity != b.identity:
             return None
-    found = paired(its_piece, piece)
+    found = paired(pieces[first], pieces[second])
     if found is None:
         return None
     pairs, inputs = found

@@ -222,7 +222,7 @@ class ScoreRules(RowRules):
         if fact.kind not in ("scores", "shifted"):
             raise Lost("exponentials of exponentials")
         return fact.replace(
-            kind="exp", shift=fact.shift or fact.product.node.outputs[0]
+            kind="exp", shift=fact.shift or fact.product.node
         )
 
     def _exp2(self, node: Node, known) -> Fact:
@@ -237,7 +237,7 @@ class ScoreRules(RowRules):
             raise Lost("a maximum of something else than scores")
         axes = node.params["axes"]
         layout = tuple(x for i, x in enumerate(fact.layout) if i not in axes)
-        return fact.replace(kind="max", layout=layout, shift=node.outputs[0])
+        return fact.replace(kind="max", layout=layout, shift=node)
 
     def _reduce_sum(self, node: Node, known) -> Fact:
         (fact,) = known
@@ -265,7 +265,7 @@ class ScoreRules(RowRules):
             raise Lost("where of something else than a number")
         when = side == 1
         condition = self._meanings.condition(which, when)
-        if which.shape != node.outputs[0].shape:
+        if which.shape != node.shape:
             raise Lost("one condition for all pairs")
         mask = Mask(condition, fact.layout, which, float(not when), fill)
         if fact.kind in ("exp", "prob"):
