@@ -142,22 +142,25 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     needed = set(plan.graph.outputs)
     live = set()
     for node in reversed(plan.graph.nodes):
-        if not node.equation.effects and needed.isdisjoint(node.outputs):
+        if needed.isdisjoint(node.outputs) and not node.equation.effects:
             continue
         live.add(node)
         if node in plan.sites:
             needed.update(plan.sites[node].arrays)
             continue
         needed.update(node.inputs)
-        for own in plan.inner.get(node, ("", ()))[1]:
-            needed.update(own.captured)
+        if node in plan.inner:
+            for own in plan.inner[node][1]:
+                needed.update(own.captured)
     return live, needed
 
 
 def _finish(plan: Plan, needed: set[Value]) -> None:
     graph = plan.graph
     own = {*graph.inputs, *graph.nodes}
-    others = (x for x in needed if x.constant is None and (x.node or x) not in own)
+    others = (
+        x for x in needed - own if x.constant is None and (x.node or x) not in own
+    )
     plan.captured = list(dict.fromkeys(others))
     read = {x for site in plan.sites.values() for x in site.arrays}
     read |= {
@@ -167,17 +170,19 @@ def _finish(plan: Plan, needed: set[Value]) -> None:
 
 
 def _open(plan: Plan, items: list[Node | Call], read: set[Value]) -> bool:
-    """Opens calls inside of which a site is, or an array that only a site reads."""
-    found = False
-    for item in items:
-        if isinstance(item, Call):
-            if _open(plan, item.items, read - {*item.outputs}):
-                plan.opened.add(item)
-                found = True
-            continue
-        has_site = item in plan.sites or item in plan.inner
-        found |= has_site or not read.isdisjoint(item.outputs)
-    return found
+    """Opens calls inside of which a site is, or an array that only a site reads.
+
+    Returns:
+      Whether any of the items is one, or has one inside.
+    """
+    calls = [x for x in items if isinstance(x, Call)]
+    opened = {x for x in calls if _open(plan, x.items, read - {*x.outputs})}
+    plan.opened |= opened
+    return bool(opened) or any(
+        x in plan.sites or x in plan.inner or not read.isdisjoint(x.outputs)
+        for x in items
+        if isinstance(x, Node)
+    )
 
 
 def is_live(plan: Plan, call: Call) -> bool:

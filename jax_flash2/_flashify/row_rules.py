@@ -155,7 +155,5 @@ class RowRules:
             return None
         if kind == "max":
             is_finite = np.isfinite(number)
-            return (
-                own.replace(is_safe=True, shift=node) if is_finite else None
-            )
+            return own.replace(is_safe=True, shift=node) if is_finite else None
         return own.replace(is_safe=True) if number > 0 else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_flash2._flashify.alike import Piece, paired
 from jax_flash2._flashify.graph import Call, Node, Value, is_literal
@@ -22,14 +22,8 @@ from jax_flash2._flashify.plan import Plan, is_live
 Names = tuple[Any, ...]  # as in a `NameStack`
 
 
-class Step(NamedTuple):
-    """What is bound at once: a node, a call that stays closed, or the root of a site.
-
-    `names` are its name scopes, with those of the calls around it.
-    """
-
-    item: Node | Call
-    names: Names
+# What is bound at once: a node, a call that stays closed, or the root of a site.
+Step = Node | Call
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +31,7 @@ class Run:
     """Steps that follow each other.
 
     Attributes:
+      scopes: the names of each step, with those of the calls around it.
       names: the scopes around all of it.
       is_alone: whether it is one step that must not be inside a `jit` of ours.
       first: the first run that is the same function of its inputs, with the same
@@ -47,6 +42,7 @@ class Run:
     """
 
     steps: list[Step]
+    scopes: list[Names]
     names: Names
     is_alone: bool
     first: Run | None = None
@@ -58,8 +54,12 @@ class Run:
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
     products: dict[Node, Names | None] = {x.product: None for x in plan.sites.values()}
-    steps = list(_steps(plan, plan.graph.items, (), products))
-    runs = _cut(plan, steps, _scopes(plan, steps, products))
+    steps: list[Step] = []
+    scopes: list[Names] = []
+    for item, names in _steps(plan, plan.graph.items, (), products):
+        steps.append(item)
+        scopes.append(names)
+    runs = _cut(plan, steps, scopes, _shared(plan, steps, scopes, products))
     pieces = {run: _piece(plan, run) for run in runs}
     later = set(plan.graph.outputs)
     for run in reversed(runs):
@@ -73,12 +73,11 @@ def runs_of(plan: Plan) -> list[Run]:
 
 
 def _piece(plan: Plan, run: Run) -> Piece:
-    items = [x for x, _ in run.steps]
-    made = [y for x in items for y in x.outputs]
-    if any(isinstance(x, Call) for x in items):  # which may pass on what it reads
-        made = [y for x in items for y in x.outputs if y not in x.inputs]
-    read = [y for x in items for y in _reads(plan, x)]
-    return Piece([x.equation for x in items if x not in plan.sites], made, read)
+    made = [y for x in run.steps for y in x.outputs]
+    if any(isinstance(x, Call) for x in run.steps):  # which may pass on what it reads
+        made = [y for x in run.steps for y in x.outputs if y not in x.inputs]
+    read = [y for x in run.steps for y in _reads(plan, x)]
+    return Piece([x.equation for x in run.steps if x not in plan.sites], made, read)
 
 
 def _sort(plan: Plan, run: Run, others: list[Run], pieces: dict[Run, Piece]) -> None:
@@ -94,10 +93,11 @@ def _sort(plan: Plan, run: Run, others: list[Run], pieces: dict[Run, Piece]) -> 
 
 def _places(plan: Plan, run: Run) -> Any:
     """Lines and names inside of a run, and what is a site."""
-    depth, sites = len(run.names), plan.sites
-    return tuple(
-        (item in sites, item.equation.source_info.traceback, names[depth:])
-        for item, names in run.steps
+    depth = len(run.names)
+    return (
+        tuple([x.equation.source_info.traceback for x in run.steps]),
+        tuple([names[depth:] for names in run.scopes]),
+        tuple([x in plan.sites for x in run.steps]),
     )
 
 
@@ -106,7 +106,8 @@ def _paired(
 ) -> list[Value] | None:
     """What the second run reads, if both are the same function of their inputs."""
     sites = plan.sites
-    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run in (first, second))
+    both = (first.steps, second.steps)
+    forms = ([sites[x].form for x in steps if x in sites] for steps in both)
     for a, b in zip(*forms, strict=True):
         if a is not b and a.identity != b.identity:
             return None
@@ -133,7 +134,7 @@ def _steps(
     items: list[Node | Call],
     names: Names,
     products: dict[Node, Names | None],
-) -> Iterator[Step]:
+) -> Iterator[tuple[Step, Names]]:
     """What is live, with calls that are opened replaced by what they have inside.
 
     Args:
@@ -151,21 +152,21 @@ def _steps(
         elif item in products:
             products[item] = own
         elif is_node or is_live(plan, item):
-            yield Step(item, own)
+            yield item, own
 
 
-def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
-    """Runs of one scope, with one site at most.
+def _cut(
+    plan: Plan, steps: list[Step], scopes: list[Names], shared: list[Names]
+) -> list[Run]:
+    """Runs of one shared scope, with one site at most.
 
     Outside of all scopes they begin with the site, so that the first layer is like the
     others from there on.
     """
     runs: list[Run] = []
-    sites = plan.sites
     run, has_site = None, False
-    for step, names in zip(steps, scopes, strict=True):
-        item = step.item
-        is_site, is_alone = item in sites, _stays_alone(plan, item)
+    for step, own, names in zip(steps, scopes, shared, strict=True):
+        is_site, is_alone = step in plan.sites, _stays_alone(plan, step)
         if (
             run is None
             or is_alone
@@ -173,39 +174,47 @@ def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
             or (is_site and (has_site or not names))
             or run.names != names
         ):
-            run, has_site = Run([], names, is_alone), False
+            run, has_site = Run([], [], names, is_alone), False
             runs.append(run)
         run.steps.append(step)
+        run.scopes.append(own)
         has_site = has_site or is_site
     return runs
 
 
-def _stays_alone(plan: Plan, item: Node | Call) -> bool:
+def _stays_alone(plan: Plan, step: Step) -> bool:
     """Whether it has sites inside, or effects, as what makes mutable arrays has."""
-    return item in plan.inner or bool(item.equation.effects)
+    return step in plan.inner or bool(step.equation.effects)
 
 
-def _scopes(
-    plan: Plan, steps: list[Step], products: dict[Node, Names | None]
+def _shared(
+    plan: Plan,
+    steps: list[Step],
+    scopes: list[Names],
+    products: dict[Node, Names | None],
 ) -> list[Names]:
     """For each step, the innermost scope that the site before or after is in, too.
 
     A site reaches from its product, where that has been seen, to its root.
     """
+    of_sites: dict[Step, Names] = {}
+    for step, names in zip(steps, scopes, strict=True):
+        if step in plan.sites:
+            first = products[plan.sites[step].product]
+            of_sites[step] = names if first is None else _in_common(names, first)
+    if not any(of_sites.values()):
+        return [()] * len(steps)
 
-    def depths(steps: Iterable[Step]) -> list[int]:
-        found, site = [], ()
-        for item, names in steps:
-            if item in plan.sites:
-                first = products[plan.sites[item].product]
-                site = names if first is None else _in_common(names, first)
-            found.append(len(_in_common(names, site)) if names and site else 0)
+    def depths(order: Iterable[int]) -> dict[int, int]:
+        found, site = {}, ()
+        for i in order:
+            site = of_sites.get(steps[i], site)
+            found[i] = len(_in_common(scopes[i], site))
         return found
 
-    if not any(names for _, names in steps):
-        return [()] * len(steps)
-    both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
-    return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
+    places = range(len(steps))
+    both = depths(places), depths(reversed(places))
+    return [names[: max(x[i] for x in both)] for i, names in enumerate(scopes)]
 
 
 def _in_common(left: Names, right: Names) -> Names:

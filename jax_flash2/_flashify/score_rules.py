@@ -221,9 +221,7 @@ class ScoreRules(RowRules):
             return fact.replace(kind="prob")
         if fact.kind not in ("scores", "shifted"):
             raise Lost("exponentials of exponentials")
-        return fact.replace(
-            kind="exp", shift=fact.shift or fact.product.node
-        )
+        return fact.replace(kind="exp", shift=fact.shift or fact.product.node)
 
     def _exp2(self, node: Node, known) -> Fact:
         (fact,) = known
