@@ -41,10 +41,10 @@ class Run:
       outputs: the values of it that are read later.
     """
 
-    steps: list[Step]
-    scopes: list[Names]
     names: Names
     is_alone: bool
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    scopes: list[Names] = dataclasses.field(default_factory=list)
     first: Run | None = None
     is_repeated: bool = False
     inputs: list[Value] = dataclasses.field(default_factory=list)
@@ -158,28 +158,42 @@ def _steps(
 def _cut(
     plan: Plan, steps: list[Step], scopes: list[Names], shared: list[Names]
 ) -> list[Run]:
-    """Runs of one shared scope, with one site at most.
-
-    Outside of all scopes they begin with the site, so that the first layer is like the
-    others from there on.
-    """
+    """Runs of one shared scope, with one site at most."""
     runs: list[Run] = []
     run, has_site = None, False
-    for step, own, names in zip(steps, scopes, shared, strict=True):
+    starts = _starts(plan, steps, shared)
+    for i, (step, own, names) in enumerate(zip(steps, scopes, shared, strict=True)):
         is_site, is_alone = step in plan.sites, _stays_alone(plan, step)
         if (
             run is None
             or is_alone
             or run.is_alone
-            or (is_site and (has_site or not names))
+            or (is_site and has_site)
+            or i in starts
             or run.names != names
         ):
-            run, has_site = Run([], [], names, is_alone), False
+            run, has_site = Run(names, is_alone), False
             runs.append(run)
         run.steps.append(step)
         run.scopes.append(own)
         has_site = has_site or is_site
     return runs
+
+
+def _starts(plan: Plan, steps: list[Step], shared: list[Names]) -> set[int]:
+    """Where layers outside of all scopes begin, and where the last one ends.
+
+    Each begins as far before its site as the first two sites have the same lines before
+    them, so that the first is like the others.
+    """
+    sites = [i for i, x in enumerate(steps) if x in plan.sites and not shared[i]]
+    if len(sites) < 2:
+        return set()
+    first, second, *_ = sites
+    lines = tuple([x.equation.source_info.traceback for x in steps[:second]])
+    before = len(_in_common(lines[:first][::-1], lines[first + 1 :][::-1]))
+    end = 2 * sites[-1] - sites[-2]
+    return {i - before for i in (*sites, end)}
 
 
 def _stays_alone(plan: Plan, step: Step) -> bool:
@@ -217,7 +231,7 @@ def _shared(
     return [names[: max(x[i] for x in both)] for i, names in enumerate(scopes)]
 
 
-def _in_common(left: Names, right: Names) -> Names:
+def _in_common(left: tuple, right: tuple) -> tuple:
     """What both begin with."""
     count = 0
     for a, b in zip(left, right, strict=False):
