@@ -15,7 +15,7 @@ from jax_flash2._flashify.digits import (
     reshaped,
 )
 from jax_flash2._flashify.facts import DEPTH, VALUE, Lost, Operand, Product
-from jax_flash2._flashify.graph import Node
+from jax_flash2._flashify.graph import COPIES, Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def seen_through(operand: Operand, *, widened: bool = True) -> Operand:
 
 _SEEN_THROUGH = {
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "tile"),
-    *("copy", "copy_p", "pvary", "pcast", "convert_element_type"),
+    *(*COPIES, "convert_element_type"),
 }
 
 

@@ -8,6 +8,7 @@ of their own inside (`Node.inner`).
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,8 @@ import jax.core
 import numpy as np
 from jax.extend.core import Literal
 
+# Operations whose result is their operand.
+COPIES = ("copy", "copy_p", "pvary", "pcast")
 _JAX = str(Path(jax.__file__).parent / "_src")
 _JIT = ("jit", "pjit")
 _NUMBERS = (np.ndarray, np.generic, int, float)
@@ -25,21 +28,19 @@ _WITH_JAXPR = ("remat", "remat2", "checkpoint", *_JIT)
 
 
 class Value:
-    """An array of the program: an `Input`, a `Constant`, a `Node` or a `Result`.
+    """An array of the program: a `Node`, a `Result` of one, an input or a constant.
 
     Attributes:
       aval: its type.
-      constant: the array itself, of a `Constant`.
+      constant: the array itself, of a literal or of what the function closed over.
       outer: of an input of an inner graph that is a value of the graph around it in
         every round, that value; else None.
     """
 
-    __slots__ = ("aval",)
-    constant: Any = None
-    outer: Value | None = None
+    __slots__ = ("aval", "constant", "outer")
 
-    def __init__(self, aval):
-        self.aval = aval
+    def __init__(self, aval, constant=None, outer: Value | None = None):
+        self.aval, self.constant, self.outer = aval, constant, outer
 
     @property
     def node(self) -> Node | None:
@@ -59,36 +60,21 @@ class Value:
         return found
 
 
-class Input(Value):
-    __slots__ = ("outer",)
-
-    def __init__(self, aval, outer: Value | None):
-        self.aval, self.outer = aval, outer
-
-
-class Constant(Value):
-    """A number in the program's text, or an array that the function closed over."""
-
-    __slots__ = ("constant",)
-
-    def __init__(self, aval, constant):
-        self.aval, self.constant = aval, constant
-
-
 class Node(Value):
     """An operation, which is its own result; if it has not just one, `results` are.
 
     `inner` are its graphs, by the parameter that has them.
     """
 
-    __slots__ = ("equation", "inner", "inputs", "name", "results")
+    __slots__ = ("__weakref__", "equation", "inner", "inputs", "name", "results")
 
     def __init__(self, equation, inputs: list[Value]):
         self.equation, self.inputs = equation, inputs
         self.name: str = equation.primitive.name
         has_graphs = self.name in _WITH_GRAPHS
         self.inner = _inner(equation, inputs) if has_graphs else _NO_GRAPHS
-        made, self.results = equation.outvars, None
+        self.results = self.constant = self.outer = None
+        made = equation.outvars
         if len(made) == 1:
             self.aval = made[0].aval
         else:
@@ -108,16 +94,21 @@ class Node(Value):
 
 
 class Result(Value):
-    """One of several results of a node."""
+    """One of several results of a node, which the graph keeps.
+
+    If they kept each other, the program and arrays that it closes over would stay in
+    memory up to the next collection of all garbage, and make that come sooner.
+    """
 
     __slots__ = ("_node",)
 
     def __init__(self, aval, node: Node):
-        self.aval, self._node = aval, node
+        super().__init__(aval)
+        self._node = weakref.ref(node)
 
     @property
-    def node(self) -> Node:
-        return self._node
+    def node(self) -> Node | None:
+        return self._node()
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,18 +130,6 @@ class Graph:
     items: list[Node | Call]
     nodes: list[Node]
 
-    def forget(self) -> None:
-        """Parts nodes from their results, since each holds the other.
-
-        The program, and arrays that it closes over, would else stay in memory up to the
-        next collection of all garbage, and make that come sooner.
-        """
-        for node in self.nodes:
-            node.results = None
-            for graphs in node.inner.values():
-                for graph in graphs:
-                    graph.forget()
-
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
     for item in items:
@@ -168,10 +147,10 @@ def graph_of(closed: Any, outer: Sequence[Value | None] | None = None) -> Graph:
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     outer = [None] * len(jaxpr.invars) if outer is None else outer
-    inputs = [Input(x.aval, o) for x, o in zip(jaxpr.invars, outer, strict=True)]
+    inputs = [Value(x.aval, outer=o) for x, o in zip(jaxpr.invars, outer, strict=True)]
     nodes: list[Node] = []
     items, outputs = _walked(closed, inputs, nodes, {})
-    return Graph([*inputs], outputs, items, nodes)
+    return Graph(inputs, outputs, items, nodes)
 
 
 def is_known(value: Value) -> bool:
@@ -202,7 +181,7 @@ def _walked(
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def constant(aval: Any, x: Any) -> Value:
-        found = Constant(aval, x)
+        found = Value(aval, x)
         if not is_literal(found):
             return found
         return numbers.setdefault((aval, np.asarray(x).tobytes()), found)

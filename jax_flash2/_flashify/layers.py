@@ -23,7 +23,6 @@ class Layer:
 
     def __init__(self, start: int, nodes: Sequence[Node], products: Collection[Node]):
         self.start, self.nodes = start, nodes
-        self.known: list[Value] = []  # of which there are facts
         self.products = [x in products for x in nodes]
         self.piece = Piece(
             [x.equation for x in nodes],
@@ -55,9 +54,7 @@ class Layers:
 
     def add(self, start: int, end: int) -> None:
         """Notes that what lies between two places was searched."""
-        layer = Layer(start, self._nodes[start:end], self._products)
-        layer.known = [x for x in layer.piece.made if x in self._facts]
-        self._searched.append(layer)
+        self._searched.append(Layer(start, self._nodes[start:end], self._products))
 
     def like(self, start: int) -> tuple[Layer, Pairs] | None:
         """A layer that is like what begins at a place, and which values are which."""
@@ -95,7 +92,7 @@ class Layers:
         ends = [x.start + len(x.nodes) for x in (first, second)]
         return all(
             self._last.get(y, 0) < end
-            for x in first.known
+            for x in self._facts.keys() & first.piece.made
             for y, end in zip((x, pairs[x]), ends, strict=True)
         )
 

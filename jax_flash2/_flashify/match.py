@@ -11,21 +11,13 @@ import jax.numpy as jnp
 from jax_flash2._flashify import digits
 from jax_flash2._flashify.alike import Pairs
 from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
-from jax_flash2._flashify.graph import Graph, Node, Value
+from jax_flash2._flashify.graph import COPIES, Graph, Node, Value
 from jax_flash2._flashify.layers import Layer, Layers
 from jax_flash2._flashify.meaning import Meanings
 from jax_flash2._flashify.score_rules import ScoreRules, in_dtype
 
-_PLAIN = (
-    "copy",
-    "copy_p",
-    "convert_element_type",
-    "optimization_barrier",
-    "name",
-    "sharding_constraint",
-    "pvary",
-    "pcast",
-)
+_BARRIERS = ("optimization_barrier", "name", "sharding_constraint")
+_PLAIN = (*COPIES, *_BARRIERS, "convert_element_type")
 _MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
 
 

@@ -101,7 +101,7 @@ def _form_or_reason(found: Found, narrowed: Any) -> Form | str:
 
 def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
     """The 16-bit types that all users of a result convert it to, of roots with one."""
-    own = {x: x for x in roots}  # results, and the same moved
+    own: dict[Value, Node] = {x: x for x in roots}  # and the same moved
     dtypes: dict[Node, set] = {x: set() for x in roots}
     for node in graph.nodes if roots else ():
         for x in node.inputs:

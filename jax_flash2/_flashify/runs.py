@@ -38,13 +38,14 @@ class Run:
         lines, and the same names inside; None if this is the first.
       is_repeated: whether this is the first of several.
       inputs: the arrays that it reads, in the order in which it does.
-      outputs: the values of it that are read later.
+      piece: what it makes and reads, and `outputs`, what of it is read later.
     """
 
     names: Names
     is_alone: bool
     steps: list[Step] = dataclasses.field(default_factory=list)
     scopes: list[Names] = dataclasses.field(default_factory=list)
+    piece: Piece = dataclasses.field(init=False)
     first: Run | None = None
     is_repeated: bool = False
     inputs: list[Value] = dataclasses.field(default_factory=list)
@@ -60,15 +61,15 @@ def runs_of(plan: Plan) -> list[Run]:
         steps.append(item)
         scopes.append(names)
     runs = _cut(plan, steps, scopes, _shared(plan, steps, scopes, products))
-    pieces = {run: _piece(plan, run) for run in runs}
     later = set(plan.graph.outputs)
     for run in reversed(runs):
-        run.outputs = [x for x in pieces[run].made if x in later]
-        later.update(pieces[run].read)
+        run.piece = _piece(plan, run)
+        run.outputs = [x for x in run.piece.made if x in later]
+        later.update(run.piece.read)
     kinds: dict[Any, list[Run]] = {}
     for run in runs:
         if not run.is_alone:
-            _sort(plan, run, kinds.setdefault(_places(plan, run), []), pieces)
+            _sort(plan, run, kinds.setdefault(_places(plan, run), []))
     return runs
 
 
@@ -80,14 +81,14 @@ def _piece(plan: Plan, run: Run) -> Piece:
     return Piece([x.equation for x in run.steps if x not in plan.sites], made, read)
 
 
-def _sort(plan: Plan, run: Run, others: list[Run], pieces: dict[Run, Piece]) -> None:
+def _sort(plan: Plan, run: Run, others: list[Run]) -> None:
     """Finds what a run reads, and the first of others that it is like."""
     for other in others:
-        inputs = _paired(plan, other, run, pieces)
+        inputs = _paired(plan, other, run)
         if inputs is not None:
             run.first, other.is_repeated, run.inputs = other, True, inputs
             return
-    run.inputs = [x for x in pieces[run].inputs if not is_literal(x)]
+    run.inputs = [x for x in run.piece.inputs if not is_literal(x)]
     others.append(run)
 
 
@@ -101,9 +102,7 @@ def _places(plan: Plan, run: Run) -> Any:
     )
 
 
-def _paired(
-    plan: Plan, first: Run, second: Run, pieces: dict[Run, Piece]
-) -> list[Value] | None:
+def _paired(plan: Plan, first: Run, second: Run) -> list[Value] | None:
     """What the second run reads, if both are the same function of their inputs."""
     sites = plan.sites
     both = (first.steps, second.steps)
@@ -111,7 +110,7 @@ def _paired(
     for a, b in zip(*forms, strict=True):
         if a is not b and a.identity != b.identity:
             return None
-    found = paired(pieces[first], pieces[second])
+    found = paired(first.piece, second.piece)
     if found is None:
         return None
     pairs, inputs = found
