@@ -210,6 +210,7 @@ class ScoreRules(RowRules):
         return fact.replace(steps=(*fact.steps, Cap()))
 
     def _neg(self, node: Node, known) -> Fact:
+        del node
         return self._factor(known[0], -1.0)
 
     # The softmax.
