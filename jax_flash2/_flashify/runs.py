@@ -1,4 +1,4 @@
-"""Runs: the operations from one site to the next, which equal layers have alike.
+"""Runs: the operations of a layer with its site, which equal layers have alike.
 
 A program that repeats a layer has a run for each, and they differ in their operands
 alone. Each such kind of run is traced, linearized and lowered once, in a `jit` of its
@@ -96,7 +96,7 @@ def _places(plan: Plan, run: Run) -> Any:
     """Lines and names inside of a run, and what is a site."""
     depth = len(run.names)
     return (
-        tuple([x.equation.source_info.traceback for x in run.steps]),
+        tuple([_line(x) for x in run.steps]),
         tuple([names[depth:] for names in run.scopes]),
         tuple([x in plan.sites for x in run.steps]),
     )
@@ -157,42 +157,42 @@ def _steps(
 def _cut(
     plan: Plan, steps: list[Step], scopes: list[Names], shared: list[Names]
 ) -> list[Run]:
-    """Runs of one shared scope, with one site at most."""
+    """Runs of one shared scope, in which layers begin and end."""
     runs: list[Run] = []
-    run, has_site = None, False
+    run = None
     starts = _starts(plan, steps, shared)
     for i, (step, own, names) in enumerate(zip(steps, scopes, shared, strict=True)):
-        is_site, is_alone = step in plan.sites, _stays_alone(plan, step)
-        if (
-            run is None
-            or is_alone
-            or run.is_alone
-            or (is_site and has_site)
-            or i in starts
-            or run.names != names
-        ):
-            run, has_site = Run(names, is_alone), False
+        is_alone = _stays_alone(plan, step)
+        if run is None or is_alone or run.is_alone or run.names != names or i in starts:
+            run = Run(names, is_alone)
             runs.append(run)
         run.steps.append(step)
         run.scopes.append(own)
-        has_site = has_site or is_site
     return runs
 
 
 def _starts(plan: Plan, steps: list[Step], shared: list[Names]) -> set[int]:
-    """Where layers outside of all scopes begin, and where the last one ends.
+    """Where layers begin that are in one scope, and where the last of them ends.
 
     Each begins as far before its site as the first two sites have the same lines before
     them, so that the first is like the others.
     """
-    sites = [i for i, x in enumerate(steps) if x in plan.sites and not shared[i]]
-    if len(sites) < 2:
-        return set()
-    first, second, *_ = sites
-    lines = tuple([x.equation.source_info.traceback for x in steps[:second]])
-    before = len(_in_common(lines[:first][::-1], lines[first + 1 :][::-1]))
-    end = 2 * sites[-1] - sites[-2]
-    return {i - before for i in (*sites, end)}
+    sites: dict[Names, list[int]] = {}
+    for i, step in enumerate(steps):
+        if step in plan.sites:
+            sites.setdefault(shared[i], []).append(i)
+    starts: set[int] = set()
+    for own in (x for x in sites.values() if len(x) > 1):
+        first, second = own[:2]
+        lines = tuple([_line(x) for x in steps[:second]])
+        before = len(_in_common(lines[:first][::-1], lines[:first:-1]))
+        end = 2 * own[-1] - own[-2]
+        starts.update(i - before for i in (*own, end))
+    return starts
+
+
+def _line(step: Step) -> Any:
+    return step.equation.source_info.traceback
 
 
 def _stays_alone(plan: Plan, step: Step) -> bool:

@@ -171,7 +171,7 @@ MUTANTS = [
         FOLDER + "runs.py",
         (
             "equal runs may be on any lines",
-            "tuple([x.equation.source_info.traceback for x in run.steps]),",
+            "tuple([_line(x) for x in run.steps]),",
             "",
             RUNS.format("in_lines"),
         ),
@@ -200,12 +200,6 @@ MUTANTS = [
             RUNS.format("mutable"),
         ),
         (
-            "a run has any number of sites",
-            "or (is_site and has_site)",
-            "",
-            RUNS.format("share_their_runs"),
-        ),
-        (
             "runs reach beyond the names of layers",
             "names[: max(x[i] for x in both)]",
             "()",
@@ -219,14 +213,14 @@ MUTANTS = [
         ),
         (
             "the first layer begins with its site",
-            "return {i - before for i in (*sites, end)}",
-            "return {*sites, end}",
+            "starts.update(i - before for i in (*own, end))",
+            "starts.update((*own, end))",
             RUNS.format("share_their_runs"),
         ),
         (
             "the last layer has all that follows",
-            "return {i - before for i in (*sites, end)}",
-            "return {i - before for i in sites}",
+            "starts.update(i - before for i in (*own, end))",
+            "starts.update(i - before for i in own)",
             RUNS.format("share_their_runs"),
         ),
     ),
