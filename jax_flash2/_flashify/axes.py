@@ -15,7 +15,7 @@ from jax_flash2._flashify.digits import (
     reshaped,
 )
 from jax_flash2._flashify.facts import DEPTH, VALUE, Lost, Operand, Product
-from jax_flash2._flashify.graph import Node
+from jax_flash2._flashify.graph import COPIES, Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def seen_through(operand: Operand, *, widened: bool = True) -> Operand:
 
 _SEEN_THROUGH = {
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "tile"),
-    *("copy", "copy_p", "pvary", "pcast", "convert_element_type"),
+    *(*COPIES, "convert_element_type"),
 }
 
 
@@ -99,7 +99,7 @@ def _before(node: Node, layout: Layout, widened: bool) -> tuple | None:
     if not is_seen_through(node):
         return None
     value, params = node.inputs[0], node.params
-    old, new = value.shape, node.outputs[0].shape
+    old, new = value.shape, node.shape
     if node.name == "transpose":
         places = params["permutation"]
         return value, tuple(layout[places.index(i)] for i in range(len(old))), False
@@ -110,12 +110,12 @@ def _before(node: Node, layout: Layout, widened: bool) -> tuple | None:
         places = params["broadcast_dimensions"]
         pairs = zip(places, old, strict=True)
         found = tuple(layout[to] if size == new[to] else () for to, size in pairs)
-        return value, found, value.aval.size < node.outputs[0].aval.size
+        return value, found, value.aval.size < node.aval.size
     if node.name == "tile":
         return _before_tile(value, layout, params["reps"])
     if node.name != "convert_element_type":
         return value, layout, False
-    is_wider = value.aval.dtype.itemsize < node.outputs[0].aval.dtype.itemsize
+    is_wider = value.aval.dtype.itemsize < node.aval.dtype.itemsize
     if widened and is_wider and jnp.issubdtype(value.aval.dtype, jnp.floating):
         return value, layout, True
     return None
@@ -148,7 +148,7 @@ def axes_of(
       rows_axis: the axis of rows, where a mask says it; else the longest is.
     """
     query, key, value = ([*x.digits()] for x in operands)
-    shape = product.node.outputs[0].shape
+    shape = product.node.shape
     own = [i for i in product.free_axes(side) if shape[i] > 1]
     several_keys = len({x.axis for x in keys}) > 1
     if rows_axis is not None:

@@ -93,13 +93,13 @@ def moved_axes(node: Node) -> list[int | None] | None:
         return [node.params["permutation"].index(i) for i in range(len(shape))]
     if name == "broadcast_in_dim":
         places = node.params["broadcast_dimensions"]
-        new = node.outputs[0].shape
+        new = node.shape
         return [
             to if size == new[to] else None
             for size, to in zip(shape, places, strict=True)
         ]
     if name in ("reshape", "squeeze", "expand_dims"):
-        new = node.outputs[0].shape
+        new = node.shape
         if [x for x in shape if x > 1] != [x for x in new if x > 1]:
             return None
         places = iter(i for i, size in enumerate(new) if size > 1)

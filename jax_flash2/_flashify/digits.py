@@ -81,10 +81,6 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
     return tuple(found)
 
 
-def without_free(layout: Layout) -> Layout:
-    return tuple(tuple(x for x in dim if x.axis != FREE) for dim in layout)
-
-
 def refined(digits: Iterable[Digit], cuts: Mapping[int, Iterable[int]]) -> Dim | None:
     """Digits cut at places of axes, or None if they do not fit."""
     found: list[Digit] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from jax_flash2._flashify import rewrite
-from jax_flash2._flashify.graph import Call, Node, Value
+from jax_flash2._flashify.graph import Node, Value
 from jax_flash2._flashify.plan import Plan
 from jax_flash2._flashify.runs import Names, Run, Step, runs_of
 
@@ -26,12 +26,12 @@ def run(plan: Plan, inputs: Sequence[Any], captured: Sequence[Any] = ()) -> list
         args = [_read(env, x) for x in own.inputs]
         is_traced = any(isinstance(x, jax.core.Tracer) for x in args)
         if not (own.first or own.is_repeated) or not is_traced:
-            _run(plan, own.steps, 0, env)
+            _run(plan, own, 0, env)
             continue
         first = own.first or own
         if first not in functions:
             functions[first] = _function(plan, first)
-        traceback = own.steps[0].item.equation.source_info.traceback
+        traceback = own.steps[0].equation.source_info.traceback
         with _place(traceback, own.names):
             found = functions[first](*args)
         env.update(zip(own.outputs, found, strict=True))
@@ -43,7 +43,7 @@ def _function(plan: Plan, own: Run) -> Callable:
 
     def flashify(*args):
         env = dict(zip(own.inputs, args, strict=True))
-        _run(plan, own.steps, len(own.names), env)
+        _run(plan, own, len(own.names), env)
         return [env[x] for x in own.outputs]
 
     return jax.jit(flashify)
@@ -53,16 +53,16 @@ def _read(env: dict, value: Value) -> Any:
     return env.get(value, value.constant)
 
 
-def _run(plan: Plan, steps: Iterable[Step], depth: int, env: dict) -> None:
-    """Binds steps, with their names from a depth on."""
+def _run(plan: Plan, own: Run, depth: int, env: dict) -> None:
+    """Binds the steps of a run, with their names from a depth on."""
     read = functools.partial(_read, env)
-    for item, names in steps:
-        with _place(item.equation.source_info.traceback, names[depth:]):
-            found = _results(plan, item, read)
-        env.update(zip(item.outputs, found, strict=True))
+    for step, names in zip(own.steps, own.scopes, strict=True):
+        with _place(step.equation.source_info.traceback, names[depth:]):
+            found = _results(plan, step, read)
+        env.update(zip(step.outputs, found, strict=True))
 
 
-def _results(plan: Plan, item: Node | Call, read: Callable) -> list[Any]:
+def _results(plan: Plan, item: Step, read: Callable) -> list[Any]:
     if item in plan.sites:
         site = plan.sites[item]
         return [rewrite.result(site.form, [read(x) for x in site.arrays])]

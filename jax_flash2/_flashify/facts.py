@@ -141,7 +141,7 @@ class Product:
         batch = len(self.dimensions[1][0])
         left = self.node.inputs[0].shape
         between = len(left) - len(self.dimensions[0][0])
-        total = len(self.node.outputs[0].shape)
+        total = len(self.node.shape)
         return range(batch, between) if side == 0 else range(between, total)
 
 
@@ -196,7 +196,7 @@ class Fact:
     @property
     def likely_pairs(self) -> int:
         """How many axes are all that one operand of the product has of its own."""
-        shape = self.product.node.outputs[0].shape
+        shape = self.product.node.shape
         own = [
             {i for i in self.product.free_axes(side) if shape[i] > 1} for side in (0, 1)
         ]

@@ -8,8 +8,10 @@ of their own inside (`Node.inner`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,28 +19,33 @@ import jax.core
 import numpy as np
 from jax.extend.core import Literal
 
+# Operations whose result is their operand.
+COPIES = ("copy", "copy_p", "pvary", "pcast")
 _JAX = str(Path(jax.__file__).parent / "_src")
 _JIT = ("jit", "pjit")
+_NUMBERS = (np.ndarray, np.generic, int, float)
 _WITH_JAXPR = ("remat", "remat2", "checkpoint", *_JIT)
 
 
 class Value:
-    """An array of the program.
+    """An array of the program: a `Node`, a `Result` of one, an input or a constant.
 
     Attributes:
       aval: its type.
-      node: what makes it, or None of an input or a constant.
-      index: which result of the node.
       constant: the array itself, of a literal or of what the function closed over.
       outer: of an input of an inner graph that is a value of the graph around it in
         every round, that value; else None.
     """
 
-    __slots__ = ("aval", "constant", "index", "node", "outer")
+    __slots__ = ("aval", "constant", "outer")
 
-    def __init__(self, aval, node=None, index=0, constant=None, outer=None):
-        self.aval, self.node, self.index = aval, node, index
-        self.constant, self.outer = constant, outer
+    def __init__(self, aval, constant=None, outer: Value | None = None):
+        self.aval, self.constant, self.outer = aval, constant, outer
+
+    @property
+    def node(self) -> Node | None:
+        """What makes it, or None of an input or a constant."""
+        return None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,23 +60,55 @@ class Value:
         return found
 
 
-class Node:
-    """An operation. `inner` are its graphs, by the parameter that has them."""
+class Node(Value):
+    """An operation, which is its own result; if it has not just one, `results` are.
 
-    __slots__ = ("equation", "inner", "inputs", "name", "outputs")
+    `inner` are its graphs, by the parameter that has them.
+    """
+
+    __slots__ = ("__weakref__", "equation", "inner", "inputs", "name", "results")
 
     def __init__(self, equation, inputs: list[Value]):
         self.equation, self.inputs = equation, inputs
         self.name: str = equation.primitive.name
-        self.inner: dict[str, tuple[Graph, ...]] = {}
-        if self.name in _WITH_GRAPHS:
-            self.inner = _inner(equation, inputs)
-        outputs = enumerate(equation.outvars)
-        self.outputs = [Value(x.aval, self, i) for i, x in outputs]
+        has_graphs = self.name in _WITH_GRAPHS
+        self.inner = _inner(equation, inputs) if has_graphs else _NO_GRAPHS
+        self.results = self.constant = self.outer = None
+        made = equation.outvars
+        if len(made) == 1:
+            self.aval = made[0].aval
+        else:
+            self.results = tuple(Result(x.aval, self) for x in made)
+
+    @property
+    def node(self) -> Node:
+        return self
+
+    @property
+    def outputs(self) -> Sequence[Value]:
+        return (self,) if self.results is None else self.results
 
     @property
     def params(self) -> dict:
         return self.equation.params
+
+
+class Result(Value):
+    """One of several results of a node, which the graph keeps.
+
+    If they kept each other, the program and arrays that it closes over would stay in
+    memory up to the next collection of all garbage, and make that come sooner.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, aval, node: Node):
+        super().__init__(aval)
+        self._node = weakref.ref(node)
+
+    @property
+    def node(self) -> Node | None:
+        return self._node()
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,18 +130,6 @@ class Graph:
     items: list[Node | Call]
     nodes: list[Node]
 
-    def forget(self) -> None:
-        """Parts nodes from what they make, since each holds the other.
-
-        The program, and arrays that it closes over, would else stay in memory up to the
-        next collection of all garbage, and make that come sooner.
-        """
-        for node in self.nodes:
-            node.outputs.clear()
-            for graphs in node.inner.values():
-                for graph in graphs:
-                    graph.forget()
-
 
 def nodes_of(items: list[Node | Call]) -> Iterator[Node]:
     for item in items:
@@ -122,55 +149,68 @@ def graph_of(closed: Any, outer: Sequence[Value | None] | None = None) -> Graph:
     outer = [None] * len(jaxpr.invars) if outer is None else outer
     inputs = [Value(x.aval, outer=o) for x, o in zip(jaxpr.invars, outer, strict=True)]
     nodes: list[Node] = []
-    items, outputs = _walked(closed, inputs, nodes)
+    items, outputs = _walked(closed, inputs, nodes, {})
     return Graph(inputs, outputs, items, nodes)
 
 
 def is_known(value: Value) -> bool:
     """Whether it is a constant whose numbers can be read while tracing."""
     x = value.constant
-    if isinstance(x, jax.core.Tracer):
+    if x is None or isinstance(x, jax.core.Tracer):
         return False
-    if isinstance(x, jax.Array):
-        return x.is_fully_addressable
-    return isinstance(x, np.ndarray | np.generic | int | float)
+    if isinstance(x, _NUMBERS):
+        return True
+    return isinstance(x, jax.Array) and x.is_fully_addressable
 
 
 def is_literal(value: Value) -> bool:
     """Whether it is one number, which the program has in its text."""
     x = value.constant
-    is_number = x is not None and not value.shape and is_known(value)
-    return is_number and not isinstance(x, jax.Array)
+    return x is not None and not value.shape and isinstance(x, _NUMBERS)
 
 
 def _walked(
-    closed: Any, inputs: Sequence[Value], nodes: list[Node]
+    closed: Any, inputs: Sequence[Value], nodes: list[Node], numbers: dict
 ) -> tuple[list[Node | Call], list[Value]]:
-    """Items and results of a jaxpr, whose nodes are appended to others."""
+    """Items and results of a jaxpr, whose nodes are appended to others.
+
+    Args:
+      numbers: the literals that there are by now: equal ones are one value.
+    """
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    for variable, x in zip(jaxpr.constvars, consts, strict=True):
-        known[variable] = Value(variable.aval, constant=x)
+
+    def constant(aval: Any, x: Any) -> Value:
+        found = Value(aval, x)
+        if not is_literal(found):
+            return found
+        return numbers.setdefault((aval, np.asarray(x).tobytes()), found)
 
     def of(atom) -> Value:
         if isinstance(atom, Literal):
-            return Value(atom.aval, constant=atom.val)
+            return constant(atom.aval, atom.val)
         return known[atom]
+
+    for variable, x in zip(jaxpr.constvars, consts, strict=True):
+        known[variable] = constant(variable.aval, x)
 
     items: list[Node | Call] = []
     for equation in jaxpr.eqns:
-        own = [of(x) for x in equation.invars]
+        own = [of(x) if isinstance(x, Literal) else known[x] for x in equation.invars]
         is_call = equation.primitive.name in _CALLS
         body = _called(equation) if is_call else None
         if body is not None:
-            inner, outputs = _walked(body, own, nodes)
-            item = Call(equation, own, outputs, inner)
+            inner, outputs = _walked(body, own, nodes, numbers)
+            items.append(Call(equation, own, outputs, inner))
         else:
-            item = Node(equation, own)
-            nodes.append(item)
-        items.append(item)
-        for variable, x in zip(equation.outvars, item.outputs, strict=True):
-            known[variable] = x
+            node = Node(equation, own)
+            nodes.append(node)
+            items.append(node)
+            if node.results is None:
+                known[equation.outvars[0]] = node
+                continue
+            outputs = node.results
+        known.update(zip(equation.outvars, outputs, strict=True))
     return items, [of(x) for x in jaxpr.outvars]
 
 
@@ -198,7 +238,11 @@ def constants_of_scan(params: dict) -> int:
     return len(list(params["ft_in"].unpack()[0]))
 
 
-def _inner(equation, inputs: list[Value]) -> dict[str, tuple[Graph, ...]]:
+_Inner = Mapping[str, "tuple[Graph, ...]"]
+_NO_GRAPHS: _Inner = MappingProxyType({})
+
+
+def _inner(equation, inputs: list[Value]) -> _Inner:
     name, params = equation.primitive.name, equation.params
     if name in _WITH_JAXPR:
         return {"jaxpr": (graph_of(params["jaxpr"], inputs),)}

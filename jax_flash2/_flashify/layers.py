@@ -19,10 +19,10 @@ _MOST_LAYERS = 4
 
 
 class Layer:
-    """Nodes of which the last is a root."""
+    """Nodes from one place of a graph up to another, of which the last is a root."""
 
-    def __init__(self, nodes: Sequence[Node], products: Collection[Node]):
-        self.nodes = nodes
+    def __init__(self, start: int, nodes: Sequence[Node], products: Collection[Node]):
+        self.start, self.nodes = start, nodes
         self.products = [x in products for x in nodes]
         self.piece = Piece(
             [x.equation for x in nodes],
@@ -50,18 +50,18 @@ class Layers:
         self._nodes, self._products = nodes, products
         self._facts, self._meanings = facts, meanings
         self._searched: list[Layer] = []
-        self._last: dict[Value, Node] = {}  # which node reads a value last
+        self._last: dict[Value, int] = {}  # the place where a value is read last
 
     def add(self, start: int, end: int) -> None:
         """Notes that what lies between two places was searched."""
-        self._searched.append(Layer(self._nodes[start:end], self._products))
+        self._searched.append(Layer(start, self._nodes[start:end], self._products))
 
     def like(self, start: int) -> tuple[Layer, Pairs] | None:
         """A layer that is like what begins at a place, and which values are which."""
         for layer in reversed(self._searched[-_MOST_LAYERS:]):
             nodes = self._nodes[start : start + len(layer.nodes)]
             if nodes[-1].name == layer.nodes[-1].name:
-                pairs = self._paired(layer, Layer(nodes, self._products))
+                pairs = self._paired(layer, Layer(start, nodes, self._products))
                 if pairs is not None:
                     return layer, pairs
         return None
@@ -87,11 +87,14 @@ class Layers:
         What is known of the first's scores is not noted of those of the second.
         """
         if not self._last:
-            self._last |= {x: node for node in self._nodes for x in node.inputs}
-        inside = {*first.nodes, *second.nodes}
-        known = [x for x in first.piece.made if x in self._facts]
-        every = (*known, *(pairs[x] for x in known))
-        return all(self._last.get(x, x.node) in inside for x in every)
+            places = enumerate(self._nodes)
+            self._last |= {x: i for i, node in places for x in node.inputs}
+        ends = [x.start + len(x.nodes) for x in (first, second)]
+        return all(
+            self._last.get(y, 0) < end
+            for x in self._facts.keys() & first.piece.made
+            for y, end in zip((x, pairs[x]), ends, strict=True)
+        )
 
     def _is_same(self, a: Value, b: Value) -> bool:
         """Whether two inputs tell the rules the same.

@@ -11,21 +11,13 @@ import jax.numpy as jnp
 from jax_flash2._flashify import digits
 from jax_flash2._flashify.alike import Pairs
 from jax_flash2._flashify.facts import OF_PAIRS, VALUE, Fact, Lost, Operand, Product
-from jax_flash2._flashify.graph import Graph, Node, Value
+from jax_flash2._flashify.graph import COPIES, Graph, Node, Value
 from jax_flash2._flashify.layers import Layer, Layers
 from jax_flash2._flashify.meaning import Meanings
 from jax_flash2._flashify.score_rules import ScoreRules, in_dtype
 
-_PLAIN = (
-    "copy",
-    "copy_p",
-    "convert_element_type",
-    "optimization_barrier",
-    "name",
-    "sharding_constraint",
-    "pvary",
-    "pcast",
-)
+_BARRIERS = ("optimization_barrier", "name", "sharding_constraint")
+_PLAIN = (*COPIES, *_BARRIERS, "convert_element_type")
 _MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
 
 
@@ -80,8 +72,8 @@ class Matcher(ScoreRules):
         self.found[root] = self.found[layer.nodes[-1]][0], pairs
         for node in layer.nodes:
             if node in self.lost:
-                own = pairs[node.outputs[0]].node
-                assert own is not None
+                own = pairs[node]
+                assert isinstance(own, Node)
                 self.lost[own] = self.lost[node]
 
     def _visit(self, node: Node) -> None:
@@ -95,7 +87,7 @@ class Matcher(ScoreRules):
             self._step(node, known)
 
     def _step(self, node: Node, known: list[Fact | None]) -> None:
-        if len(node.outputs) != 1:
+        if node.results is not None:
             return
         rule: Callable | None = getattr(self, f"_{node.name}", None)
         try:
@@ -114,10 +106,10 @@ class Matcher(ScoreRules):
             found = self._loss(node, known, str(why))
         if found is not None and found.kind in OF_PAIRS and len(known) > 1:
             size = digits.size_of(x for dim in found.layout for x in dim)
-            if size != math.prod(node.outputs[0].shape):
+            if size != math.prod(node.shape):
                 found = self._loss(node, known, "scores are repeated")
         if found is not None:
-            self.facts[node.outputs[0]] = found
+            self.facts[node] = found
 
     def _loss(self, node: Node, known: list[Fact | None], reason: str) -> Fact | None:
         """A fact that keeps the first reason, as long as it may be of scores."""
@@ -145,7 +137,7 @@ class Matcher(ScoreRules):
             except Lost as why:
                 self.lost.setdefault(node, str(why))
             return
-        value = node.outputs[0]
+        value = node
         if not may_be_scores or not jnp.issubdtype(value.aval.dtype, jnp.floating):
             return
         sizes = [x for own in (value, *node.inputs) for x in own.shape]
@@ -187,7 +179,7 @@ class Matcher(ScoreRules):
             second=node,
         )
         if fact.kind == "exp":
-            self.facts[node.outputs[0]] = found
+            self.facts[node] = found
         else:
             self._found(node, found)
 
@@ -202,9 +194,9 @@ class Matcher(ScoreRules):
 
     def _plain(self, node: Node, fact: Fact | None) -> Fact | None:
         assert fact is not None
-        dtype = node.outputs[0].aval.dtype
+        dtype = node.aval.dtype
         if fact.kind in ("row", "sum_test", "max_test"):
-            return fact.replace(kind="row", shift=node.outputs[0])
+            return fact.replace(kind="row", shift=node)
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
             raise Lost(f"scores are converted to {dtype.name}")
         if fact.kind != "scores":
@@ -213,7 +205,7 @@ class Matcher(ScoreRules):
 
     def _moved(self, node: Node, fact: Fact | None) -> Fact | None:
         assert fact is not None
-        layout, new = fact.layout, node.outputs[0].shape
+        layout, new = fact.layout, node.shape
         if node.name == "transpose":
             found = tuple(layout[i] for i in node.params["permutation"])
         elif node.name == "broadcast_in_dim":
@@ -259,7 +251,7 @@ def _told_apart(node: Node, known: list[Fact | None]) -> list[Fact | None]:
         if lost:
             raise Lost(lost[0].reason)
         return known
-    shape = node.outputs[0].shape
+    shape = node.shape
 
     def rank(fact: Fact) -> tuple:
         return fact.likely_pairs, node.inputs[known.index(fact)].shape == shape

@@ -34,21 +34,13 @@ from jax_flash2._flashify.conditions import (
     moved_tests,
     negated,
 )
-from jax_flash2._flashify.graph import Value, is_known
+from jax_flash2._flashify.graph import COPIES, Value, is_known
 
 # Constants of more elements are not read.
 _MOST_ELEMENTS = 2**24
 # Operations are not followed further back than this.
 _MOST_DEPTH = 100
-_SAME = (
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "optimization_barrier",
-    "name",
-    "pvary",
-    "pcast",
-)
+_SAME = (*COPIES, "stop_gradient", "optimization_barrier", "name")
 
 
 class Meanings:
@@ -124,7 +116,7 @@ class Meanings:
         if is_known(value):
             return _of_constant(value)
         node = value.node
-        if node is None or len(node.outputs) != 1:
+        if node is None or node.results is not None:
             return None
         if node.name == "iota":
             axis = node.params["dimension"]
@@ -193,7 +185,7 @@ def _of_constant(value: Value) -> Meaning | None:
         numbers = np.unique(x)
         if numbers.size == 2 and not np.isnan(numbers).any():  # a mask as numbers
             low, high = numbers
-            mask = Value(value.aval.update(dtype=np.dtype(bool)), constant=x == high)
+            mask = Value(value.aval.update(dtype=np.dtype(bool)), x == high)
             return Choice(Condition((Holds(_data(mask)),)), high, low)
     return None
 

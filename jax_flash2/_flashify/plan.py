@@ -72,10 +72,10 @@ def plan_of(graph: Graph, meanings: Meanings) -> Plan:
             left.append(Left(root, form))
             continue
         arrays = tuple(other.get(x, x) for x in form.arrays)
-        product = found.fact.product.node.outputs[0]
-        node = other.get(product, product).node
-        assert node is not None
-        sites[root] = Site(root, node, form, arrays)
+        product = found.fact.product.node
+        product = other.get(product, product)
+        assert isinstance(product, Node)
+        sites[root] = Site(root, product, form, arrays)
     inner, every = {}, []
     for node in (x for x in graph.nodes if x.inner):
         plans = [
@@ -101,16 +101,16 @@ def _form_or_reason(found: Found, narrowed: Any) -> Form | str:
 
 def _narrowed(graph: Graph, roots: list[Node]) -> dict[Node, Any]:
     """The 16-bit types that all users of a result convert it to, of roots with one."""
-    own = {x.outputs[0]: x for x in roots}  # results, and the same moved
+    own: dict[Value, Node] = {x: x for x in roots}  # and the same moved
     dtypes: dict[Node, set] = {x: set() for x in roots}
     for node in graph.nodes if roots else ():
         for x in node.inputs:
             if x not in own:
                 continue
             if node.name in ("transpose", "reshape"):
-                own[node.outputs[0]] = own[x]
+                own[node] = own[x]
             elif node.name == "convert_element_type":
-                dtypes[own[x]].add(node.outputs[0].aval.dtype)
+                dtypes[own[x]].add(node.aval.dtype)
             else:
                 dtypes[own[x]].add(None)
     for x in graph.outputs:
@@ -142,22 +142,25 @@ def _needs(plan: Plan) -> tuple[set[Node], set[Value]]:
     needed = set(plan.graph.outputs)
     live = set()
     for node in reversed(plan.graph.nodes):
-        if not node.equation.effects and needed.isdisjoint(node.outputs):
+        if needed.isdisjoint(node.outputs) and not node.equation.effects:
             continue
         live.add(node)
         if node in plan.sites:
             needed.update(plan.sites[node].arrays)
             continue
         needed.update(node.inputs)
-        for own in plan.inner.get(node, ("", ()))[1]:
-            needed.update(own.captured)
+        if node in plan.inner:
+            for own in plan.inner[node][1]:
+                needed.update(own.captured)
     return live, needed
 
 
 def _finish(plan: Plan, needed: set[Value]) -> None:
     graph = plan.graph
     own = {*graph.inputs, *graph.nodes}
-    others = (x for x in needed if x.constant is None and (x.node or x) not in own)
+    others = (
+        x for x in needed - own if x.constant is None and (x.node or x) not in own
+    )
     plan.captured = list(dict.fromkeys(others))
     read = {x for site in plan.sites.values() for x in site.arrays}
     read |= {
@@ -167,17 +170,19 @@ def _finish(plan: Plan, needed: set[Value]) -> None:
 
 
 def _open(plan: Plan, items: list[Node | Call], read: set[Value]) -> bool:
-    """Opens calls inside of which a site is, or an array that only a site reads."""
-    found = False
-    for item in items:
-        if isinstance(item, Call):
-            if _open(plan, item.items, read - {*item.outputs}):
-                plan.opened.add(item)
-                found = True
-            continue
-        has_site = item in plan.sites or item in plan.inner
-        found |= has_site or not read.isdisjoint(item.outputs)
-    return found
+    """Opens calls inside of which a site is, or an array that only a site reads.
+
+    Returns:
+      Whether any of the items is one, or has one inside.
+    """
+    calls = [x for x in items if isinstance(x, Call)]
+    opened = {x for x in calls if _open(plan, x.items, read - {*x.outputs})}
+    plan.opened |= opened
+    return bool(opened) or any(
+        x in plan.sites or x in plan.inner or not read.isdisjoint(x.outputs)
+        for x in items
+        if isinstance(x, Node)
+    )
 
 
 def is_live(plan: Plan, call: Call) -> bool:

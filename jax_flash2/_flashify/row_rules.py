@@ -36,12 +36,12 @@ class RowRules:
         is_number = [x is not None for x in numbers]
         own = [k in ("row", "max") for k in kinds]
         if all(a or b for a, b in zip(is_number, own, strict=True)):
-            if node.outputs[0].shape != node.inputs[kinds.index(first.kind)].shape:
+            if node.shape != node.inputs[kinds.index(first.kind)].shape:
                 return None
             is_same = name == "max" and -np.inf in numbers
             return first.replace(
                 kind=first.kind if is_same else "row",
-                shift=first.shift if is_same else node.outputs[0],
+                shift=first.shift if is_same else node,
             )
         return None
 
@@ -50,7 +50,7 @@ class RowRules:
         del numbers
         if kinds[0] not in ("row", "max"):
             return None
-        return known[0].replace(shift=node.outputs[0])
+        return known[0].replace(shift=node)
 
     def _row_log(self, node, known, kinds, numbers) -> Fact | None:
         del node, numbers
@@ -67,13 +67,11 @@ class RowRules:
             if other.kind == "log_sum" or total.shift is not other.shift:
                 return None
             return total.replace(kind="lse") if other.layout == total.layout else None
-        return self._guarded(known, kinds, numbers)
+        return self._row_max(node, known, kinds, numbers)
 
     def _row_max(self, node, known, kinds, numbers) -> Fact | None:
-        return self._guarded(known, kinds, numbers)
-
-    def _guarded(self, known, kinds, numbers) -> Fact | None:
         """A sum with a small number added, or at least that."""
+        del node
         if "sum" not in kinds or kinds.count(None) != 1:
             return None
         total, number = known[kinds.index("sum")], numbers[kinds.index(None)]
@@ -94,7 +92,7 @@ class RowRules:
         if largest is None or largest.kind != "max" or largest.steps != total.steps:
             return False
         rows = digits.size_of(x for dim in largest.layout for x in dim)
-        pairs = math.prod(total.product.node.outputs[0].shape)
+        pairs = math.prod(total.product.node.shape)
         return rows * digits.size_of(total.keys) == pairs
 
     def _dropped(self, total: Fact) -> Dropped:
@@ -122,26 +120,18 @@ class RowRules:
         return None
 
     def _row_eq(self, node, known, kinds, numbers) -> Fact | None:
-        del node
-        return self._test(known, kinds, numbers, True)
-
-    def _row_gt(self, node, known, kinds, numbers) -> Fact | None:
-        del node
-        return self._test(known, kinds, numbers, False)
-
-    _row_ne = _row_gt
-
-    def _row_is_finite(self, node, known, kinds, numbers) -> Fact | None:
-        del node
-        return self._test(known, [*kinds, None], [*numbers, -np.inf], False)
-
-    def _test(self, known, kinds, numbers, is_true: bool) -> Fact | None:
         """Whether a sum is 0, or a maximum -inf: then true, or false."""
+        is_true = node.name == "eq"
         if kinds == ["sum", None] and numbers[1] == 0:
             return known[0].replace(kind="sum_test", is_safe=is_true)
         if kinds == ["max", None] and numbers[1] == -np.inf:
             return known[0].replace(kind="max_test", is_safe=is_true)
         return None
+
+    _row_gt = _row_ne = _row_eq
+
+    def _row_is_finite(self, node, known, kinds, numbers) -> Fact | None:
+        return self._row_eq(node, known, [*kinds, None], [*numbers, -np.inf])
 
     def _row_select_n(self, node, known, kinds, numbers) -> Fact | None:
         """where(sum == 0, number, sum), where(maximum == -inf, number, maximum)."""
@@ -155,7 +145,5 @@ class RowRules:
             return None
         if kind == "max":
             is_finite = np.isfinite(number)
-            return (
-                own.replace(is_safe=True, shift=node.outputs[0]) if is_finite else None
-            )
+            return own.replace(is_safe=True, shift=node) if is_finite else None
         return own.replace(is_safe=True) if number > 0 else None

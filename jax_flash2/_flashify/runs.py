@@ -1,4 +1,4 @@
-"""Runs: the operations from one site to the next, which equal layers have alike.
+"""Runs: the operations of a layer with its site, which equal layers have alike.
 
 A program that repeats a layer has a run for each, and they differ in their operands
 alone. Each such kind of run is traced, linearized and lowered once, in a `jit` of its
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_flash2._flashify.alike import Piece, paired
 from jax_flash2._flashify.graph import Call, Node, Value, is_literal
@@ -22,14 +22,8 @@ from jax_flash2._flashify.plan import Plan, is_live
 Names = tuple[Any, ...]  # as in a `NameStack`
 
 
-class Step(NamedTuple):
-    """What is bound at once: a node, a call that stays closed, or the root of a site.
-
-    `names` are its name scopes, with those of the calls around it.
-    """
-
-    item: Node | Call
-    names: Names
+# What is bound at once: a node, a call that stays closed, or the root of a site.
+Step = Node | Call
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,18 +31,21 @@ class Run:
     """Steps that follow each other.
 
     Attributes:
+      scopes: the names of each step, with those of the calls around it.
       names: the scopes around all of it.
       is_alone: whether it is one step that must not be inside a `jit` of ours.
       first: the first run that is the same function of its inputs, with the same
         lines, and the same names inside; None if this is the first.
       is_repeated: whether this is the first of several.
       inputs: the arrays that it reads, in the order in which it does.
-      outputs: the values of it that are read later.
+      piece: what it makes and reads, and `outputs`, what of it is read later.
     """
 
-    steps: list[Step]
     names: Names
     is_alone: bool
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    scopes: list[Names] = dataclasses.field(default_factory=list)
+    piece: Piece = dataclasses.field(init=False)
     first: Run | None = None
     is_repeated: bool = False
     inputs: list[Value] = dataclasses.field(default_factory=list)
@@ -58,59 +55,62 @@ class Run:
 def runs_of(plan: Plan) -> list[Run]:
     """All that runs of a plan, in order."""
     products: dict[Node, Names | None] = {x.product: None for x in plan.sites.values()}
-    steps = list(_steps(plan, plan.graph.items, (), products))
-    runs = _cut(plan, steps, _scopes(plan, steps, products))
+    steps: list[Step] = []
+    scopes: list[Names] = []
+    for item, names in _steps(plan, plan.graph.items, (), products):
+        steps.append(item)
+        scopes.append(names)
+    runs = _cut(plan, steps, scopes, _shared(plan, steps, scopes, products))
     later = set(plan.graph.outputs)
-    pieces = [_piece(plan, run) for run in runs]
-    for run, piece in zip(reversed(runs), reversed(pieces), strict=True):
-        run.outputs = [x for x in piece.made if x in later]
-        later.update(piece.read)
-    kinds: dict[Any, list[tuple[Run, Piece]]] = {}
-    for run, piece in zip(runs, pieces, strict=True):
+    for run in reversed(runs):
+        run.piece = _piece(plan, run)
+        run.outputs = [x for x in run.piece.made if x in later]
+        later.update(run.piece.read)
+    kinds: dict[Any, list[Run]] = {}
+    for run in runs:
         if not run.is_alone:
-            _sort(plan, run, piece, kinds.setdefault(_places(plan, run), []))
+            _sort(plan, run, kinds.setdefault(_places(plan, run), []))
     return runs
 
 
 def _piece(plan: Plan, run: Run) -> Piece:
-    items = [x for x, _ in run.steps]
-    made = [y for x in items for y in x.outputs]
-    if any(isinstance(x, Call) for x in items):  # which may pass on what it reads
-        made = [y for x in items for y in x.outputs if y not in x.inputs]
-    read = [y for x in items for y in _reads(plan, x)]
-    return Piece([x.equation for x in items if x not in plan.sites], made, read)
+    made = [y for x in run.steps for y in x.outputs]
+    if any(isinstance(x, Call) for x in run.steps):  # which may pass on what it reads
+        made = [y for x in run.steps for y in x.outputs if y not in x.inputs]
+    read = [y for x in run.steps for y in _reads(plan, x)]
+    return Piece([x.equation for x in run.steps if x not in plan.sites], made, read)
 
 
-def _sort(plan: Plan, run: Run, piece: Piece, others: list[tuple[Run, Piece]]) -> None:
+def _sort(plan: Plan, run: Run, others: list[Run]) -> None:
     """Finds what a run reads, and the first of others that it is like."""
-    for other, its_piece in others:
-        inputs = _paired(plan, (other, its_piece), (run, piece))
+    for other in others:
+        inputs = _paired(plan, other, run)
         if inputs is not None:
             run.first, other.is_repeated, run.inputs = other, True, inputs
             return
-    made, read = {*piece.made}, dict.fromkeys(piece.read)
-    run.inputs = [x for x in read if x not in made and not is_literal(x)]
-    others.append((run, piece))
+    run.inputs = [x for x in run.piece.inputs if not is_literal(x)]
+    others.append(run)
 
 
 def _places(plan: Plan, run: Run) -> Any:
     """Lines and names inside of a run, and what is a site."""
-    depth, sites = len(run.names), plan.sites
-    return tuple(
-        (item in sites, item.equation.source_info.traceback, names[depth:])
-        for item, names in run.steps
+    depth = len(run.names)
+    return (
+        tuple([_line(x) for x in run.steps]),
+        tuple([names[depth:] for names in run.scopes]),
+        tuple([x in plan.sites for x in run.steps]),
     )
 
 
-def _paired(plan: Plan, *both: tuple[Run, Piece]) -> list[Value] | None:
+def _paired(plan: Plan, first: Run, second: Run) -> list[Value] | None:
     """What the second run reads, if both are the same function of their inputs."""
-    (first, its_piece), (second, piece) = both
     sites = plan.sites
-    forms = ([sites[x].form for x, _ in run.steps if x in sites] for run, _ in both)
+    both = (first.steps, second.steps)
+    forms = ([sites[x].form for x in steps if x in sites] for steps in both)
     for a, b in zip(*forms, strict=True):
         if a is not b and a.identity != b.identity:
             return None
-    found = paired(its_piece, piece)
+    found = paired(first.piece, second.piece)
     if found is None:
         return None
     pairs, inputs = found
@@ -133,7 +133,7 @@ def _steps(
     items: list[Node | Call],
     names: Names,
     products: dict[Node, Names | None],
-) -> Iterator[Step]:
+) -> Iterator[tuple[Step, Names]]:
     """What is live, with calls that are opened replaced by what they have inside.
 
     Args:
@@ -151,64 +151,86 @@ def _steps(
         elif item in products:
             products[item] = own
         elif is_node or is_live(plan, item):
-            yield Step(item, own)
+            yield item, own
 
 
-def _cut(plan: Plan, steps: list[Step], scopes: list[Names]) -> list[Run]:
-    """Runs of one scope, with one site at most.
-
-    Outside of all scopes they begin with the site, so that the first layer is like the
-    others from there on.
-    """
+def _cut(
+    plan: Plan, steps: list[Step], scopes: list[Names], shared: list[Names]
+) -> list[Run]:
+    """Runs of one shared scope, in which layers begin and end."""
     runs: list[Run] = []
-    sites = plan.sites
-    run, has_site = None, False
-    for step, names in zip(steps, scopes, strict=True):
-        item = step.item
-        is_site, is_alone = item in sites, _stays_alone(plan, item)
-        if (
-            run is None
-            or is_alone
-            or run.is_alone
-            or (is_site and (has_site or not names))
-            or run.names != names
-        ):
-            run, has_site = Run([], names, is_alone), False
+    run = None
+    starts = _starts(plan, steps, shared)
+    for i, (step, own, names) in enumerate(zip(steps, scopes, shared, strict=True)):
+        is_alone = _stays_alone(plan, step)
+        if run is None or is_alone or run.is_alone or run.names != names or i in starts:
+            run = Run(names, is_alone)
             runs.append(run)
         run.steps.append(step)
-        has_site = has_site or is_site
+        run.scopes.append(own)
     return runs
 
 
-def _stays_alone(plan: Plan, item: Node | Call) -> bool:
+def _starts(plan: Plan, steps: list[Step], shared: list[Names]) -> set[int]:
+    """Where layers begin that are in one scope, and where the last of them ends.
+
+    Each begins as far before its site as the first two sites have the same lines before
+    them, so that the first is like the others.
+    """
+    sites: dict[Names, list[int]] = {}
+    for i, step in enumerate(steps):
+        if step in plan.sites:
+            sites.setdefault(shared[i], []).append(i)
+    starts: set[int] = set()
+    for own in (x for x in sites.values() if len(x) > 1):
+        first, second = own[:2]
+        lines = tuple([_line(x) for x in steps[:second]])
+        before = len(_in_common(lines[:first][::-1], lines[:first:-1]))
+        end = 2 * own[-1] - own[-2]
+        starts.update(i - before for i in (*own, end))
+    return starts
+
+
+def _line(step: Step) -> Any:
+    return step.equation.source_info.traceback
+
+
+def _stays_alone(plan: Plan, step: Step) -> bool:
     """Whether it has sites inside, or effects, as what makes mutable arrays has."""
-    return item in plan.inner or bool(item.equation.effects)
+    return step in plan.inner or bool(step.equation.effects)
 
 
-def _scopes(
-    plan: Plan, steps: list[Step], products: dict[Node, Names | None]
+def _shared(
+    plan: Plan,
+    steps: list[Step],
+    scopes: list[Names],
+    products: dict[Node, Names | None],
 ) -> list[Names]:
     """For each step, the innermost scope that the site before or after is in, too.
 
     A site reaches from its product, where that has been seen, to its root.
     """
+    of_sites: dict[Step, Names] = {}
+    for step, names in zip(steps, scopes, strict=True):
+        if step in plan.sites:
+            first = products[plan.sites[step].product]
+            of_sites[step] = names if first is None else _in_common(names, first)
+    if not any(of_sites.values()):
+        return [()] * len(steps)
 
-    def depths(steps: Iterable[Step]) -> list[int]:
-        found, site = [], ()
-        for item, names in steps:
-            if item in plan.sites:
-                first = products[plan.sites[item].product]
-                site = names if first is None else _in_common(names, first)
-            found.append(len(_in_common(names, site)) if names and site else 0)
+    def depths(order: Iterable[int]) -> dict[int, int]:
+        found, site = {}, ()
+        for i in order:
+            site = of_sites.get(steps[i], site)
+            found[i] = len(_in_common(scopes[i], site))
         return found
 
-    if not any(names for _, names in steps):
-        return [()] * len(steps)
-    both = zip(depths(steps), reversed(depths(reversed(steps))), strict=True)
-    return [x.names[: max(y)] for x, y in zip(steps, both, strict=True)]
+    places = range(len(steps))
+    both = depths(places), depths(reversed(places))
+    return [names[: max(x[i] for x in both)] for i, names in enumerate(scopes)]
 
 
-def _in_common(left: Names, right: Names) -> Names:
+def _in_common(left: tuple, right: tuple) -> tuple:
     """What both begin with."""
     count = 0
     for a, b in zip(left, right, strict=False):

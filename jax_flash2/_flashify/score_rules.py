@@ -55,8 +55,7 @@ class ScoreRules(RowRules):
         own, other = (0, 1) if first else (1, 0)
         return known[own], known[other], node.inputs[other], first
 
-    def _factor(self, node: Node, fact: Fact, factor: float) -> Fact:
-        del node
+    def _factor(self, fact: Fact, factor: float) -> Fact:
         if fact.kind != "scores":
             raise Lost(f"{_WORDS[fact.kind]} are multiplied")
         masks = [x for x in fact.steps if isinstance(x, Mask)]
@@ -74,7 +73,7 @@ class ScoreRules(RowRules):
             raise Lost("scores are multiplied by numbers of their rows")
         number = self._meanings.number(value)
         if number is not None:
-            return self._factor(node, fact, number)
+            return self._factor(fact, number)
         if fact.kind in ("exp", "prob"):
             found = self._meanings.of(value)
             if isinstance(found, Choice) and (found.true, found.false) == (1, 0):
@@ -95,7 +94,7 @@ class ScoreRules(RowRules):
         number = self._meanings.number(value)
         if number is None or number == 0:
             raise Lost("scores are divided by an array")
-        return self._factor(node, fact, 1 / number)
+        return self._factor(fact, 1 / number)
 
     def _divided(self, node: Node, fact: Fact, total: Fact) -> Fact | None:
         is_weighted = fact.kind == "weighted"
@@ -211,7 +210,8 @@ class ScoreRules(RowRules):
         return fact.replace(steps=(*fact.steps, Cap()))
 
     def _neg(self, node: Node, known) -> Fact:
-        return self._factor(node, known[0], -1.0)
+        del node
+        return self._factor(known[0], -1.0)
 
     # The softmax.
 
@@ -221,15 +221,13 @@ class ScoreRules(RowRules):
             return fact.replace(kind="prob")
         if fact.kind not in ("scores", "shifted"):
             raise Lost("exponentials of exponentials")
-        return fact.replace(
-            kind="exp", shift=fact.shift or fact.product.node.outputs[0]
-        )
+        return fact.replace(kind="exp", shift=fact.shift or fact.product.node)
 
     def _exp2(self, node: Node, known) -> Fact:
         (fact,) = known
         if fact.kind != "scores":
             raise Lost("exp2 of shifted scores")
-        return self._exp(node, [self._factor(node, fact, math.log(2.0))])
+        return self._exp(node, [self._factor(fact, math.log(2.0))])
 
     def _reduce_max(self, node: Node, known) -> Fact:
         (fact,) = known
@@ -237,7 +235,7 @@ class ScoreRules(RowRules):
             raise Lost("a maximum of something else than scores")
         axes = node.params["axes"]
         layout = tuple(x for i, x in enumerate(fact.layout) if i not in axes)
-        return fact.replace(kind="max", layout=layout, shift=node.outputs[0])
+        return fact.replace(kind="max", layout=layout, shift=node)
 
     def _reduce_sum(self, node: Node, known) -> Fact:
         (fact,) = known
@@ -265,7 +263,7 @@ class ScoreRules(RowRules):
             raise Lost("where of something else than a number")
         when = side == 1
         condition = self._meanings.condition(which, when)
-        if which.shape != node.outputs[0].shape:
+        if which.shape != node.shape:
             raise Lost("one condition for all pairs")
         mask = Mask(condition, fact.layout, which, float(not when), fill)
         if fact.kind in ("exp", "prob"):

@@ -139,9 +139,9 @@ def form_of(found: Found, narrowed: Any) -> Form:
         raise Lost("an added mask after a soft cap, and rows that may have no keys")
     added = tuple(Added(cuts.operand(x.operand), x.factor) for x in biases)
     query, key, value = own
-    written = product.node.outputs[0].aval, found.weights.aval
+    written = product.node.aval, found.weights.aval
     return Form(
-        found.root.outputs[0].aval,
+        found.root.aval,
         tuple(map(cuts.dim, found.layout)),
         axes,
         query,
@@ -160,7 +160,7 @@ def form_of(found: Found, narrowed: Any) -> Form:
 def _side_of_keys(fact: Fact) -> int:
     """Which operand of the product has the keys, all of it that the other has not."""
     axes = {x.axis for x in fact.keys}
-    shape = fact.product.node.outputs[0].shape
+    shape = fact.product.node.shape
     for side in (0, 1):
         own = {i for i in fact.product.free_axes(side) if shape[i] > 1}
         if axes <= own:

@@ -28,15 +28,12 @@ class Flashified(Generic[P, R]):
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> R:
         plan, arrays, tree = _planned(self._function, args, keywords)
-        try:
-            if self._must_find and not plan.has_sites:
-                raise ValueError(
-                    f"flashify found no attention that it can replace in {_name(self)}"
-                    f"\n{report_of(plan)}"
-                )
-            return jax.tree.unflatten(tree, run(plan, arrays))
-        finally:
-            plan.graph.forget()
+        if self._must_find and not plan.has_sites:
+            raise ValueError(
+                f"flashify found no attention that it can replace in {_name(self)}"
+                f"\n{report_of(plan)}"
+            )
+        return jax.tree.unflatten(tree, run(plan, arrays))
 
     def __get__(self, instance: Any, owner: Any = None) -> Flashified:
         """Of a method: that of an object."""
@@ -51,10 +48,7 @@ class Flashified(Generic[P, R]):
             `jax.ShapeDtypeStruct`.
         """
         plan, _, _ = _planned(self._function, args, keywords)
-        try:
-            return report_of(plan)
-        finally:
-            plan.graph.forget()
+        return report_of(plan)
 
     def __repr__(self) -> str:
         return f"flashify({_name(self)})"

@@ -171,7 +171,18 @@ def test_equal_layers_are_searched_once(function, monkeypatch):
     assert len(starts) == 3
 
 
-@pytest.mark.parametrize("function", [equal, ids_in_a_checkpoint])
+def several_results(x, masks, ids):
+    """Of a checkpoint, and of a node inside of it."""
+
+    @jax.checkpoint
+    def both(x):
+        x, places = jax.lax.top_k(attend(x, x, x, CAUSAL), H)
+        return x, jnp.cos(x) + places
+
+    return sum(both(x))
+
+
+@pytest.mark.parametrize("function", [equal, ids_in_a_checkpoint, several_results])
 @pytest.mark.parametrize("is_report", [False, True])
 def test_nothing_is_left_for_a_collection_of_garbage(function, is_report):
     fast = flashify(function)

@@ -53,6 +53,12 @@ def in_scopes(x, weights):
     return x
 
 
+def in_one_scope(x, weights):
+    """The first and last layers are no others, whatever is before and behind them."""
+    with jax.named_scope("model"):
+        return jnp.tanh(without_names(jnp.exp(x), weights))
+
+
 def names_of_einsum(x, weights):
     """Each product is in a scope of its own, which is inside of no run."""
     for w in weights:
@@ -128,8 +134,9 @@ def check(function, x, weights, gradients: bool = True):
 @pytest.mark.parametrize(
     "function, times",
     [
-        (without_names, [3]),
-        (names_of_einsum, [3]),
+        (without_names, [4]),
+        (in_one_scope, [4]),
+        (names_of_einsum, [4]),
         (model, [4, 4]),
         (in_scopes, [4, 4]),
         (in_jit, [4, 4]),
@@ -137,7 +144,7 @@ def check(function, x, weights, gradients: bool = True):
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_equal_layers_share_their_runs(function, times):
-    """Without names, a run reaches from one site to the next; the last is another."""
+    """In one scope, or in none, a run is a layer."""
     x, weights = arrays(layers=4)
     assert sorted(shared(function, x, weights).values()) == times
 
