@@ -54,6 +54,7 @@ REGIMES = {
     "paged": "likewise, and the keys lie in pages",
     "paged rows": "likewise, in pages that no block of 64 rows lies in",
     "paged byte": "likewise, in elements of one byte, in any pages",
+    "paged many": "keys in pages, and more than 32 rows of queries",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
 }
@@ -177,6 +178,8 @@ def regime(operands, spec: AttentionSpec) -> str:
       spec: of `Named`.
     """
     size = sizes([*operands, *jax.tree.leaves(spec.pages)])
+    if spec.pages is not None and size["t"] > FEW_ROWS // 2:
+        return "paged many"
     if size["t"] <= FEW_ROWS and 16 * size["t"] <= size["s"]:
         return "decode" if spec.pages is None else _of_pages(operands, spec)
     if pair_bytes(spec) > 1:

@@ -119,7 +119,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Paged(Problem):
-    """Few queries, and keys and values in pages: of `paged_attention`.
+    """Keys and values in pages: of `paged_attention`.
 
     Attributes:
       page: rows of a page.

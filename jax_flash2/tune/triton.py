@@ -24,12 +24,14 @@ BACKEND = "triton"
 KERNELS = configs.KERNELS
 HEAD_SIZES = tuple(tuning.TUNED_SIZES.get(size, size) for size in tables.HEADS)
 REGIMES = tuple(tables.REGIMES)
-# Of few queries: page sizes and kinds of pools, or None for keys without pages.
-_FEW: dict[str, tuple | None] = {
+_MANY = "paged many"
+# Of keys in a cache: page sizes and kinds of pools, or None for keys without pages.
+_CACHED: dict[str, tuple | None] = {
     "decode": None,
     "paged": ((64, jnp.bfloat16), (128, jnp.bfloat16)),
     "paged rows": ((16, jnp.bfloat16),),
     "paged byte": ((64, jnp.int8), (64, jnp.float8_e4m3fn)),
+    _MANY: ((64, jnp.bfloat16), (64, jnp.int8)),
 }
 _REGISTERS = 65536  # of a multiprocessor
 
@@ -37,7 +39,7 @@ _REGISTERS = 65536  # of a multiprocessor
 def kernels(regime: str, head_size: int) -> list[str]:
     if head_size > 256 and regime not in ("plain", "float32"):
         return []  # as those
-    names = ["forward"] if regime in _FEW else tuning.kernels((head_size, head_size))
+    names = ["forward"] if regime in _CACHED else tuning.kernels((head_size, head_size))
     with_operand = regime in ("plain", "bias")
     return [name for name in names if name != "dbias" or with_operand]
 
@@ -56,7 +58,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     options = {"rows": (1 << 20, 1 << 20), "heads": heads, "itemsize": size}
     options |= {"pair_bytes": pair_bytes, **room}
     found = [tuning.choose(kernel, None, regime=regime, **options)]
-    if regime in _FEW:  # its block of queries holds them all
+    if regime in _CACHED and regime != _MANY:  # its block of queries holds them all
         shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
         found += itertools.starmap(Blocks, shapes)
         return [
@@ -156,9 +158,11 @@ def problems(regime: str, head_size: int) -> list[Problem]:
             Problem(shape(512, False)),
             Problem(shape(512, False), arrays={"key_value_seq_lengths": lengths}),
         ]
-    if regime in _FEW:
-        pools, found = _FEW[regime], []
-        for b, t, s, k in ((16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8)):
+    if regime in _CACHED:
+        pools, found = _CACHED[regime], []
+        few = (16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8)
+        many = (16, 16, 8192, 8), (1, 2048, 16384, 8)
+        for b, t, s, k in many if regime == _MANY else few:
             of = Shape(b, s, 32, k, head_size, True, "bfloat16")
             if pools is None:
                 found.append(Problem(of, queries=t))

@@ -241,20 +241,15 @@ def test_fully_masked_rows(backend):
 
 
 def _paddings():
-    """(poison, whether documents are packed, dtype, runner).
-
-    Not by threads: `tests.mosaic_gpu.test_interpreted` looks for races, too.
-    """
+    """(poison, whether documents are packed, dtype, runner), but by threads."""
+    packed = (False, True) if ON_GPU else (False,)
     for name, runner in RUNNERS.items():
         dtypes = (*runner.dtypes, *runner.other_dtypes) if ON_GPU else runner.dtypes[:1]
-        for poison in () if runner.by_threads else (np.nan, np.inf, -np.inf):
-            for packed, dtype in itertools.product(
-                (False, True) if ON_GPU else (False,), dtypes
-            ):
-                label = f"{'packed-' * packed}{poison}-{dtype}-{name}"
-                deep_too = runner.one_of_each and not np.isnan(poison)
-                problem = poison, packed, dtype
-                yield runner.param(*problem, id=label, deep_too=deep_too)
+        poisons = () if runner.by_threads else (np.nan, np.inf, -np.inf)
+        for problem in itertools.product(poisons, packed, dtypes):
+            label = "-".join((*map(str, problem), name))
+            deep_too = runner.one_of_each and not np.isnan(problem[0])
+            yield runner.param(*problem, id=label, deep_too=deep_too)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,8 @@ def test_parts_of_a_long_table_are_short(monkeypatch):
         return division.parts(programs, 1, 512, **options)
 
     assert parts(512) == {"z": 4}
+    # Four would leave 116 of 512 programs to a second turn of 396.
+    assert parts(128) == {"z": 6}
     assert parts(1056) == {"z": 2}  # as many as there is room for
     assert parts(4096) == {}
 

@@ -32,7 +32,7 @@ ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
 ARGUMENTS += ("_block_mask", "_make_block_mask", "_plot")  # which draws masks
 ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers", "_server_arguments")
 FEATURES = {
-    "bias": (r"bias", 7, 39),  # its kernel's blocks, too: `gradient_blocks`
+    "bias": (r"bias", 7, 35),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 20, 36),
     "mask": (r"(?<!un)mask(?!ed|ing|s$)", 11, 61),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
