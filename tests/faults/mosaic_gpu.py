@@ -12,7 +12,7 @@ DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
 DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
-OF_TABLE = "tests/kernels/test_mods.py -m '' -k 'mosaic_gpu_kernels and table'"
+OF_TABLE = "tests/mosaic_gpu/test_functions.py -m '' -k table"
 WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
 CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
 TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
