@@ -251,6 +251,21 @@ _TRITON = [
             "if 4 * keys",
             REGIME,
         ),
+        (
+            "many rows beside pages in the regime of few",
+            'size["t"] > FEW_ROWS // 2:',
+            'size["t"] > FEW_ROWS:',
+            "tests/triton/test_tuning.py -k 'calls_of_its_own and many'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/division.py",
+        (
+            "some programs begin when all others end",
+            "return turns * at_once // programs",
+            "return least",
+            "tests/kernels/test_division.py -k long_table",
+        ),
     ),
     *of(
         "pallas_kernels/triton/memory.py",
