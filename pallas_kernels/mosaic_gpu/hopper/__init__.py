@@ -168,7 +168,8 @@ def _operand_plan(call: Call) -> Plan | Declined:
     splits = None if call.config is None else call.config.splits
     launch = _launch(blocks, call.precision, splits)
     if not call.spec.score.pair_operands:
-        return _Plan(launch)
+        # It ran on an H200, for its time; its values were compared when interpreted.
+        return _Plan(launch, slower="its values were not compared on a GPU yet")
     (operand,) = call.spec.score.operands.values()
     _, looped = operand_sum(operand, passes.axes_of_elements(call.operands))
     tiles = dbias_grid(call.operands, launch, looped)
