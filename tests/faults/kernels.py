@@ -192,6 +192,12 @@ _TRITON = [
     *of(
         "pallas_kernels/division.py",
         (
+            "some programs begin when all others end",
+            "return turns * at_once // programs",
+            "return least",
+            FEW,
+        ),
+        (
             "packed rows all stand at the first positions",
             "dataclasses.replace(packed, repeat=self.heads.group)",
             "packed",
@@ -256,15 +262,6 @@ _TRITON = [
             'size["t"] > FEW_ROWS // 2:',
             'size["t"] > FEW_ROWS:',
             "tests/triton/test_tuning.py -k 'calls_of_its_own and many'",
-        ),
-    ),
-    *of(
-        "pallas_kernels/division.py",
-        (
-            "some programs begin when all others end",
-            "return turns * at_once // programs",
-            "return least",
-            "tests/kernels/test_division.py -k long_table",
         ),
     ),
     *of(
