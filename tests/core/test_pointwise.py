@@ -270,6 +270,29 @@ def test_logarithms_to_base_two_are_natural_ones():
     assert found == pytest.approx(3.0)
 
 
+REWRITTEN = {
+    "a quotient by a constant": lambda x: 20 * jnp.tanh(x / 16),
+    "a logarithm to base two": jnp.log2,
+    "a square": jnp.square,
+    "a negative power": lambda x: x**-3,
+    "a polynomial": jax.scipy.special.erf,
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_jax_differentiates_what_is_rewritten(name):
+    """As the reference does: each operation has the parameters that JAX asks for."""
+    function = REWRITTEN[name]
+    traced = trace(lambda s, b, h, q, kv: function(s), jnp.float32, NATURAL)
+
+    def run(x):
+        (found,) = traced.program.on_blocks([x, *[None] * 4], ())
+        return found
+
+    second = jax.jit(jax.grad(jax.grad(run)))(0.7)
+    np.testing.assert_allclose(second, jax.grad(jax.grad(function))(0.7), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
 def test_booleans_of_numbers(dtype):
     """As JAX has them, by operations that kernels have."""

@@ -27,6 +27,7 @@ from pallas_kernels.core.axes import Named, is_whole, whole_axis
 from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.pointwise.program import (
     DISTANCE,
+    PRODUCT,
     Argument,
     Constant,
     Program,
@@ -144,7 +145,8 @@ def _flat(tabled: Sequence[int], args, shape, add: Callable) -> Argument:
         place = add(Step(jax.lax.clamp_p, (), (zero, place, end), "int32"))
         if flat is not None:
             size = Constant.of(np.int32(shape[axis]))
-            rows = add(Step(jax.lax.mul_p, (), (flat, size), "int32"))
+            product = jax.lax.mul_p, tuple(PRODUCT.items())
+            rows = add(Step(*product, (flat, size), "int32"))
             place = add(Step(jax.lax.add_p, (), (rows, place), "int32"))
         flat = place
     assert flat is not None

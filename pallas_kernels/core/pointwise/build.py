@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.core.pointwise.program import Argument, Constant, Step
+from pallas_kernels.core.pointwise.program import PRODUCT, Argument, Constant, Step
 from pallas_kernels.core.pointwise.walk import Part, Walk
 
 # Of constants: eager JAX would fail under an abstract mesh.
@@ -121,9 +121,9 @@ class Build(Walk):
         if name == "log2":
             natural = self.emit(lax.log_p, {"accuracy": None}, args, dtype)
             inverse = Constant.of(np.asarray(1 / np.log(2.0), dtype))
-            return self.emit(lax.mul_p, {}, [natural, inverse], dtype)
+            return self.emit(lax.mul_p, PRODUCT, [natural, inverse], dtype)
         if name in ("square", "one_minus_square"):
-            square = self.emit(lax.mul_p, {}, [x, x], dtype)
+            square = self.emit(lax.mul_p, PRODUCT, [x, x], dtype)
             one = Constant.of(np.asarray(1, dtype))
             is_square = name == "square"
             return (
@@ -132,13 +132,13 @@ class Build(Walk):
         if name == "polynomial":  # of coefficients in ascending order
             *lower, found = args[1:]
             for coefficient in reversed(lower):
-                found = self.emit(lax.mul_p, {}, [found, x], dtype)
+                found = self.emit(lax.mul_p, PRODUCT, [found, x], dtype)
                 found = self.emit(lax.add_p, {}, [found, coefficient], dtype)
             return found
         if name == "div" and jnp.issubdtype(dtype, jnp.floating):
             inverse = _inverse(args[1], dtype)
             if inverse is not None:
-                return self.emit(lax.mul_p, {}, [x, inverse], dtype)
+                return self.emit(lax.mul_p, PRODUCT, [x, inverse], dtype)
         if name == "integer_pow" and params["y"] < 0:
             power = self.emit(lax.integer_pow_p, {"y": -params["y"]}, args, dtype)
             one = Constant.of(np.asarray(1, dtype))

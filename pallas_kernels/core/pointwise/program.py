@@ -45,6 +45,8 @@ _TOTAL = (
 _PLAIN_DTYPES = ("bool", "int32", "float32")
 _FLOATS = ("bfloat16", "float16")
 TABLES = "an array read at a computed index"
+# What JAX binds a product with: its transpose asks for it.
+PRODUCT = {"out_dtype": None}
 
 
 class Constant(NamedTuple):
