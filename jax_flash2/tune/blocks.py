@@ -4,8 +4,8 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,8 @@ from pallas_kernels.configs import Blocks, Config
 
 # New blocks must take less than this part of the time of those that calls have now.
 MARGIN = 0.99
-# Blocks this much slower than the fastest on the first call are not tried on others.
-_SLOW = 1.2
+# How many of the fastest in bursts are timed in settled clocks, beside those of now.
+_FINALISTS = 5
 # Which gradients a kernel makes: of q, k, v and an operand of the score.
 _GRADIENTS = {
     "dq": (0,),
@@ -40,6 +40,55 @@ def timed(
     return Timed(problem, attention, _GRADIENTS.get(kernel))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """A kernel with each of several blocks, on one problem.
+
+    Attributes:
+      kernel, regime, problem: what is timed.
+      compiling: by blocks.
+      arguments: the same whatever the blocks.
+    """
+
+    kernel: str
+    regime: str
+    problem: Problem
+    compiling: Mapping[Blocks, Future]
+    arguments: list
+
+    @classmethod
+    def start(
+        cls,
+        backend: ModuleType,
+        kernel: str,
+        regime: str,
+        problem: Problem,
+        blocks: Iterable[Blocks],
+    ) -> "_Programs":
+        plain = timed(backend, problem, kernel, None)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            saving = plain.compile_saving(pool)
+            compiling = {
+                b: timed(backend, problem, kernel, b).compile(pool) for b in blocks
+            }
+        return cls(kernel, regime, problem, compiling, plain.arguments(saving))
+
+    def rows(
+        self, rounds: int, blocks: Sequence[Blocks], *, in_bursts: bool
+    ) -> Iterator[dict]:
+        """A row of each of the blocks."""
+        chosen: dict[Hashable, Future] = {b: self.compiling[b] for b in blocks}
+        options = {"rounds": rounds, "in_bursts": in_bursts}
+        timings, failures = times(chosen, lambda _: self.arguments, **options)
+        for b in blocks:
+            row = {"shape": asdict(self.problem.shape), "pass": self.kernel}
+            row |= {"peer": self.regime, "feature": _numbers(b)}
+            row |= {"arguments": [*self.problem.static, *self.problem.arrays]}
+            row |= {"in_bursts": in_bursts, "failure": failures.get(b)}
+            row |= timings[b].row() if b in timings else {}
+            yield row
+
+
 def measure(
     backend: ModuleType,
     regime: str,
@@ -48,9 +97,11 @@ def measure(
     rounds: int,
     most_problems: int | None = None,
 ) -> Iterator[dict]:
-    """Rows of all blocks of a kernel in a regime; none if there is only one choice.
+    """Rows of the blocks of a kernel in a regime; none if there is only one choice.
 
-    Of those slow on the first problem only that is known.
+    All are timed in bursts on the first problem, the fastest of these and those of now
+    in settled clocks on every problem: some blocks win in a burst, and lose once the
+    power that they draw has lowered the clocks.
 
     Args:
       backend: `triton` or `hopper` of this package.
@@ -60,24 +111,21 @@ def measure(
     blocks = backend.candidates(kernel, head_size, regime)
     if len(blocks) == 1:
         return
-    for problem in backend.problems_of(kernel, regime, head_size)[:most_problems]:
-        plain = timed(backend, problem, kernel, None)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            saving = plain.compile_saving(pool)
-            compiling = {
-                b: timed(backend, problem, kernel, b).compile(pool) for b in blocks
-            }
-        arguments = plain.arguments(saving)  # the same whatever the blocks
-        timings, failures = times(compiling, lambda _, x=arguments: x, rounds)
-        for b in blocks:
-            row = {"shape": asdict(problem.shape), "pass": kernel, "peer": regime}
-            row |= {"feature": _numbers(b), "failure": failures.get(b)}
-            row |= {"arguments": [*problem.static, *problem.arrays]}
-            row |= timings[b].row() if b in timings else {}
-            yield row
-        seconds = {b: timings[b].row()["seconds"] for b in timings}
-        limit = _SLOW * min(seconds.values(), default=math.inf)
-        blocks = [b for b in blocks if b == blocks[0] or seconds.get(b, limit) < limit]
+    problems = backend.problems_of(kernel, regime, head_size)[:most_problems]
+    for i, problem in enumerate(problems):
+        programs = _Programs.start(backend, kernel, regime, problem, blocks)
+        if i == 0 and len(blocks) > 1 + _FINALISTS:
+            rows = list(programs.rows(rounds, blocks, in_bursts=True))
+            yield from rows
+            blocks = _finalists(blocks, rows)
+        yield from programs.rows(rounds, blocks, in_bursts=False)
+
+
+def _finalists(blocks: Sequence[Blocks], rows: Sequence[dict]) -> list[Blocks]:
+    """The blocks of now, the first, and the fastest others."""
+    seconds = [row.get("seconds", math.inf) for row in rows]
+    others = sorted(range(1, len(blocks)), key=lambda i: seconds[i])
+    return [blocks[0], *(blocks[i] for i in others[:_FINALISTS])]
 
 
 def _numbers(blocks: Blocks) -> list[int | None]:
@@ -95,11 +143,12 @@ def best(rows: Iterable[dict], margin: float = MARGIN) -> tuple[list, float]:
     geometric mean over all calls.
 
     Args:
-      rows: of `measure`.
+      rows: of `measure`; what was timed in bursts counts for nothing.
     """
     seconds: dict[tuple, list[float]] = collections.defaultdict(list)
     for row in rows:
-        seconds[tuple(row["feature"])].append(row.get("seconds", math.inf))
+        if not row.get("in_bursts"):
+            seconds[tuple(row["feature"])].append(row.get("seconds", math.inf))
     most = max(map(len, seconds.values()))
     means = {
         blocks: math.exp(sum(map(math.log, own)) / most)

@@ -70,7 +70,9 @@ def measure(
                 sides = {x: timed(problem, which, x) for x in BACKENDS}
                 started.append((keys, problem, _Sides.start(sides, pool)))
     for keys, problem, sides in started:
-        timings, failures = times(sides.compiling, sides.arguments, rounds)
+        timings, failures = times(
+            sides.compiling, sides.arguments, rounds, in_bursts=True
+        )
         about = {"keys": keys, "mean_keys": hopper.mean_keys(problem)}
         about |= {"shape": dataclasses.asdict(problem.shape), "pass": which}
         about |= {"arguments": [*problem.static, *problem.arrays]}

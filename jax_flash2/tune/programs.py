@@ -96,6 +96,8 @@ def times(
     compiling: Mapping[Hashable, Future],
     arguments: Callable[[Hashable], list],
     rounds: int,
+    *,
+    in_bursts: bool,
 ) -> tuple[dict, dict]:
     """Timings by name, and failures, of programs that are timed side by side.
 
@@ -103,6 +105,7 @@ def times(
       compiling: by name, as of `Timed.compile`.
       arguments: by name; called once for each that compiled.
       rounds: as of `timing.time_interleaved`.
+      in_bursts: shortly, where there are many: before the clocks have settled.
     """
     running, failures = {}, {}
     for name, future in compiling.items():
@@ -112,8 +115,6 @@ def times(
             failures[name] = timing.describe(error)
             continue
         running[name] = Program(call, jax.block_until_ready)
-    # There are many, and they draw about as much power as each other.
-    timings, later = timing.time_interleaved(
-        running, rounds=rounds, min_seconds=0.01, settle_seconds=0.02
-    )
+    short = {"min_seconds": 0.01, "settle_seconds": 0.02} if in_bursts else {}
+    timings, later = timing.time_interleaved(running, rounds=rounds, **short)
     return timings, {**failures, **later}

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import pytest
 from jax_flash2 import attention
 from jax_flash2.tune import blocks as tune_blocks
 from jax_flash2.tune import triton as tune_triton
+from jax_flash2.tune.problems import Problem, Shape
+from jax_flash2.tune.timing import Timing
 from pallas_kernels import device, tables
 from pallas_kernels.configs import Blocks
 from pallas_kernels.device import Gpu
@@ -254,6 +258,32 @@ def test_candidates_begin_with_the_table_and_fit(monkeypatch, regime):
 
 def _row(blocks, seconds):
     return {"feature": blocks} | ({} if seconds is None else {"seconds": seconds})
+
+
+def test_the_fastest_in_bursts_are_finalists_and_decide_nothing(monkeypatch):
+    """On an H200 blocks won by a fifth in bursts, and lost in settled clocks."""
+    now, *others = (Blocks(64, 64, 4, stages) for stages in range(1, 10))
+    burst = {now: 9.0} | {x: float(x.num_stages) for x in others}
+    settled = {now: 5.0, others[0]: 6.0, others[1]: 4.0}
+
+    def times(compiling, arguments, rounds, *, in_bursts):
+        found = burst if in_bursts else settled
+        timed = {b: Timing(1, [found.get(b, 7.0)] * rounds) for b in compiling}
+        return timed, {}
+
+    problem = Problem(Shape(1, 64, 1, 1, 64, False, "float32"))
+    backend = SimpleNamespace(
+        candidates=lambda *_: [now, *others],
+        problems_of=lambda *_: [problem, problem],
+    )
+    start = lambda *_: tune_blocks._Programs(  # noqa: E731
+        "dq", "plain", problem, dict.fromkeys([now, *others], Future()), []
+    )
+    monkeypatch.setattr(tune_blocks._Programs, "start", start)
+    monkeypatch.setattr(tune_blocks, "times", times)
+    rows = list(tune_blocks.measure(backend, "plain", "dq", 64, rounds=2))
+    assert [row["in_bursts"] for row in rows] == [True] * 9 + [False] * 12
+    assert tune_blocks.best(rows) == ([64, 64, 4, 3], pytest.approx(5 / 4))
 
 
 def test_best_takes_the_smallest_mean_by_a_margin():
