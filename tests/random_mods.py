@@ -399,6 +399,10 @@ def main() -> None:
                 continue
         declined += share is None
         worst = max(worst, share or 0.0)
+        print(
+            f"seed {seed}: {'declined' if share is None else f'{share:.2f}'}",
+            flush=True,
+        )
         if seed % 20 == 0:
             jax.clear_caches()
     print(
