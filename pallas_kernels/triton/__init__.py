@@ -102,7 +102,7 @@ def _unsupported(call: Call) -> str | None:
         return f"compute capability {capability / 10} is below 8.0"
     if call.dtype not in DTYPES:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16, float16 or float32"
-    if lacking := call.lacking(support.OPERATIONS):
+    if lacking := call.lacking(support.operations(call.interpret)):
         return lacking
     if call.is_symbolic:
         return "the kernels need static sizes, and this call has a symbolic one"

@@ -111,8 +111,9 @@ def shared_memory(
         tiles += 4 * pairs if itemsize == 4 else 0
     resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)])
     need = (resident + stages * streamed * sum(loaded)) * itemsize
-    # A sum, in float32, passes through it on its way out.
-    need = max(need, own * max(heads) * 4)
+    # A sum, in float32, passes through it on its way out; q may still be there.
+    held = resident * itemsize if kernel == "forward" and not beside else 0
+    need = max(need, own * max(heads) * 4 + held)
     if beside:
         # Products run beside the loop: the second reader of a block holds it for one
         # round more. What is made of pairs in other layouts passes through it, too.

@@ -24,6 +24,16 @@ _LACKING = "digamma erf erf_inv erfc lgamma round"
 _NARROW = {f"arrays of {x}" for x in ("int8", "int16", "uint8", "uint16")}
 OPERATIONS = pointwise.OPERATIONS - {*_LACKING.split()}
 OPERATIONS |= {pointwise.TABLES, *_NARROW}
+# For some arguments a thread branches here, while products run beside it.
+# What ptxas makes of that is wrong where these are wgmma's (benchmarks/lab/123).
+_BRANCHING = "atan atan2 cos pow sin tan"
+
+
+def operations(interpret: bool) -> frozenset[str]:
+    """Of functions of pairs, those that kernels have on the GPU that is meant."""
+    if interpret or device.gpu().family.products != "wgmma":
+        return OPERATIONS
+    return OPERATIONS - {*_BRANCHING.split()}
 
 
 @contextlib.contextmanager

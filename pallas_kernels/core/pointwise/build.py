@@ -17,10 +17,15 @@ _FOLDED = {
     "abs": np.abs,
     "add": np.add,
     "and": np.bitwise_and,
+    "cos": np.cos,
     "eq": np.equal,
+    "exp": np.exp,
+    "exp2": np.exp2,
     "ge": np.greater_equal,
     "gt": np.greater,
     "le": np.less_equal,
+    "log": np.log,
+    "log1p": np.log1p,
     "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
@@ -30,7 +35,10 @@ _FOLDED = {
     "not": np.bitwise_not,
     "or": np.bitwise_or,
     "sign": np.sign,
+    "sin": np.sin,
+    "sqrt": np.sqrt,
     "sub": np.subtract,
+    "tanh": np.tanh,
 }
 
 
@@ -178,7 +186,8 @@ class Build(Walk):
         if all(isinstance(x, Constant) for x in args):
             values = [x.value for x in args]
             if name in _FOLDED:
-                return Constant.of(np.asarray(_FOLDED[name](*values), dtype))
+                with np.errstate(all="ignore"):
+                    return Constant.of(np.asarray(_FOLDED[name](*values), dtype))
             if name == "convert_element_type":
                 return Constant.of(values[0].astype(dtype))
         zero = [isinstance(x, Constant) and bool(x.value == 0) for x in args]
