@@ -224,4 +224,28 @@ MUTANTS = [
             f"{CLASSES} -k cannot_fit",
         ),
     ),
+    *of(
+        "pallas_kernels/triton/estimates.py",
+        (
+            "the output on its way out in place of q",
+            "own * max(heads) * 4 + held)",
+            "own * max(heads) * 4)",
+            f"{CLASSES} -k estimates_of_wgmma",
+        ),
+    ),
+    *of(
+        "pallas_kernels/triton/support.py",
+        (
+            "branches beside wgmma's products",
+            'device.gpu().family.products != "wgmma"',
+            "True",
+            "tests/kernels/test_operations.py -k declined",
+        ),
+        (
+            "no branches on any GPU",
+            'interpret or device.gpu().family.products != "wgmma"',
+            "interpret",
+            "tests/kernels/test_operations.py -k declined",
+        ),
+    ),
 ]

@@ -336,4 +336,19 @@ MUTANTS = [
             OFFSET,
         ),
     ),
+    *of(
+        "pallas_kernels/core/pointwise/build.py",
+        (
+            "a product without JAX's parameter",
+            "return self.emit(lax.mul_p, PRODUCT, [x, inverse], dtype)",
+            "return self.emit(lax.mul_p, {}, [x, inverse], dtype)",
+            "tests/core/test_pointwise.py -k rewritten",
+        ),
+        (
+            "the logarithm of a constant is left to kernels",
+            '    "log": np.log,\n',
+            "",
+            "tests/kernels/test_operations.py -k declined",
+        ),
+    ),
 ]

@@ -90,4 +90,25 @@ MUTANTS = [
             f"{TABLES} -k calls_use",
         ),
     ),
+    *of(
+        "jax_flash2/tune/blocks.py",
+        (
+            "what was timed in bursts counts",
+            'if not row.get("in_bursts"):',
+            "if True:",
+            "tests/triton/test_tuning.py -k in_bursts",
+        ),
+        (
+            "the slowest go on",
+            "key=lambda i: seconds[i])",
+            "key=lambda i: -seconds[i])",
+            "tests/triton/test_tuning.py -k in_bursts",
+        ),
+        (
+            "the blocks of now do not go on",
+            "return [blocks[0], *(",
+            "return [*(",
+            "tests/triton/test_tuning.py -k in_bursts",
+        ),
+    ),
 ]

@@ -251,6 +251,23 @@ def test_estimates_of_mma_sync(kernel, blocks, head, itemsize, pairs, dropout, b
     assert bytes_ <= estimates.shared_memory(*sizes, **more) <= most * bytes_
 
 
+# Of forwards for a GH200 (JAX 0.11.2): their blocks, head size, bytes of shared memory.
+COMPILED_FOR_WGMMA = [
+    ((128, 32, 4, 2), 64, 49152),
+    ((128, 32, 8, 3), 64, 49152),
+    ((128, 32, 4, 3), 128, 98304),
+    ((64, 32, 4, 3), 128, 65536),
+    ((128, 64, 4, 3), 128, 131072),
+]
+
+
+@pytest.mark.parametrize(("blocks", "head", "bytes_"), COMPILED_FOR_WGMMA)
+def test_estimates_of_wgmma(blocks, head, bytes_):
+    """Blocks of few keys take as much as q and the output, in float32, beside it."""
+    found = estimates.shared_memory("forward", Blocks(*blocks), (head, head), 2)
+    assert bytes_ <= found <= 1.05 * bytes_
+
+
 # Of calls that could not be compiled for a B200 when its memory was taken for an H200's
 # (JAX 0.11.2 and 0.12.0.1): kernel, head, bytes of an element, regime, and what was
 # asked for, of shared memory or of columns of tensor memory.
