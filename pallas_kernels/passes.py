@@ -66,7 +66,8 @@ def backward(
         dq, delta and lse_log2; the others get (lse_log2, delta, do). "dbias" also gets
         the name of the score's operand and the axes to sum over, `field` and `summed`.
         So does "ddistance", with blocks of "dbias", for an operand that is read at
-        distances; its result also has axes of the diagonals of tiles, and of a tile.
+        distances; its result also has axes of the diagonals of tiles, and of the sums
+        along the diagonals of these tiles (`tables.of_tiles`).
       dk_and_dv_apart: whether one kernel for both would not fit the registers.
     """
     q, sink = call.query, call.spec.sink
@@ -190,8 +191,8 @@ def _axes(x: Named | None) -> Axes:
 def _of_distances(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Array:
     """The gradient of an array of distances: sums along the diagonals of all pairs.
 
-    A program sums the tiles of a diagonal; XLA adds up what lies along the diagonals of
-    these sums, which have twice as many elements for a row as a tile has.
+    A program sums the tiles of a diagonal, and what lies along the diagonals of this
+    sum; XLA adds up what two neighbours have of the same distance.
     """
     operands = [q, k, v, *jax.tree.leaves(spec), *saved]
     size, batch = sizes(operands), axes_of_elements(operands)
@@ -200,8 +201,8 @@ def _of_distances(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Arra
     summed = tuple(a for a in batch if a not in lead)
     options = {"field": field, "summed": summed}
     result = (Named(struct, lead),)
-    (tiles,) = run("ddistance", "s", q, k, v, spec, saved, result, **options)
-    block = tiles.shape[-1]
+    (sums,) = run("ddistance", "s", q, k, v, spec, saved, result, **options)
+    block = sums.shape[-1] // 2
     _, query, key = spec.positions
     # Of the last key of all blocks beside the first query.
     last = -(-size["s"] // block) * block - 1
@@ -210,7 +211,7 @@ def _of_distances(run, q, k, v, spec, saved, out: Named, field: str) -> jax.Arra
         if rows.first is not None:
             start += sign * rows.first.squeezed().value
     (whole,) = (str(a) for a in out.axes if is_numbered(a))
-    found = tables.of_tiles(tiles, jnp.int32(start), size[whole])
+    found = tables.of_tiles(sums, jnp.int32(start), size[whole])
     return Named(found, (*lead, whole)).to(out.axes).astype(out.dtype)
 
 

@@ -32,9 +32,10 @@ from jax_flash2._operation import Problem
 from pallas_kernels import device
 from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
+from pallas_kernels.core.pointwise import tables
 from pallas_kernels.mosaic_gpu import hopper, pairwise, support
 from pallas_kernels.mosaic_gpu.ampere import products
-from pallas_kernels.mosaic_gpu.hopper import fp8_bytes
+from pallas_kernels.mosaic_gpu.hopper import ddistance, fp8_bytes
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
 
 # Few, so that programs go through several tiles.
@@ -105,8 +106,13 @@ def _take(tiles: DynamicTiles, slot) -> None:
         plgpu.barrier_arrive(tiles.taken.at[slot])
 
 
-def _store(ref, x) -> None:
-    ref[...] = x
+def _store(ref, x, *, first: int = 0) -> None:
+    ref[...] = x[:, first : first + ref.shape[-1]]
+
+
+def _store_sums(ref, tile, row: int) -> None:
+    sums = tables.diagonals(plgpu.load(tile))
+    ref[row, :] = jnp.pad(sums, (0, 1))
 
 
 def _rounded(p: jax.Array) -> jax.Array:
@@ -319,6 +325,7 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(pairwise, "fetch", functools.partial(_load, transposed=True))
     put(pairwise, "turned", lambda words, dtype: words)
     put(pairwise, "store", _store)
+    put(ddistance, "store_sums", _store_sums)
     put(pairwise, "gather", _gather)
     put(pairwise, "diagonals", _diagonals)
     put(products, "multiply", _multiply)

@@ -334,12 +334,18 @@ def diagonals_of_thread(n: int, *, transposed: bool) -> list[int]:
     return [-x for x in places] if transposed else places
 
 
-def store(ref, x: jax.Array) -> None:
-    """Writes a block [queries, keys] to global memory, two neighbours at once."""
+def store(ref, x: jax.Array, *, first: int = 0) -> None:
+    """Writes columns of a block [queries, keys], two neighbours at once.
+
+    Args:
+      ref: as many columns, in global memory or as rows in shared memory.
+      first: which columns.
+    """
+    columns = slice(first, first + ref.shape[-1])
 
     @support.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
     def write(_, ref, x):
-        x.store_untiled(ref, optimized=False)
+        x[:, columns].store_untiled(ref, optimized=False)
 
     write(ref, x)
 

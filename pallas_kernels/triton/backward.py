@@ -39,6 +39,7 @@ from jax import lax
 from pallas_kernels import division, program
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named, sizes, summed_to, whole_axis
+from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory
 from pallas_kernels.triton.memory import Launch
@@ -204,9 +205,10 @@ def ddistance(
     summed: tuple[str, ...],
     launch: Launch,
 ) -> tuple[jax.Array, ...]:
-    """Sums of what the pairs of the tiles of a diagonal add to an operand.
+    """Sums along the diagonals of each diagonal of tiles (`passes.backward`).
 
-    One program per diagonal of tiles, which have as many queries as keys.
+    One program per diagonal of tiles, which have as many queries as keys. It sums the
+    tiles, and XLA along the diagonals of that.
 
     Args:
       q, k, v, spec, saved, field, summed, launch: as for `dbias`.
@@ -225,7 +227,9 @@ def ddistance(
     kernel = functools.partial(_ddistance_kernel, launch, layout, field)
     inputs, name = (q, k, v, spec, saved), "flash2_ddistance"
     found = memory.call(kernel, layout, inputs, (output,), name=name, launch=launch)
-    return division.summed(found, (output,))
+    (tiles,) = division.summed(found, (output,))
+    sums = tables.diagonals(tiles)
+    return (jnp.pad(sums, [*[(0, 0)] * (sums.ndim - 1), (0, 1)]),)
 
 
 def _ddistance_kernel(launch: Launch, layout, field, q, k, v, spec, saved, outputs):

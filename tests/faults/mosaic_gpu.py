@@ -46,7 +46,7 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/dbias.py",
         (
             "dropout's scale forgotten",
-            "(total * program.spec.dropout_scale)",
+            "total * program.spec.dropout_scale",
             "total",
             OF_BIAS,
         ),
@@ -57,6 +57,9 @@ MUTANTS = [
             "inputs.v.at({**here, **dict.fromkeys(plan.layout.looped, 0)}))",
             OF_BIAS,
         ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/ddistance.py",
         (
             "tiles of a diagonal all lie on the middle one",
             "i = j + self.after",
@@ -67,6 +70,18 @@ MUTANTS = [
             "a diagonal's tiles, not the elements of each",
             "(end - block) * plan.layout.elements",
             "end - block",
+            OF_TABLE,
+        ),
+        (
+            "parts of a tile all on its own diagonals",
+            "start = ROWS * (parts - 1 + row - column)",
+            "start = ROWS * (parts - 1)",
+            OF_TABLE,
+        ),
+        (
+            "a warpgroup's sums in the place of another's",
+            "own = Rows(self.warpgroup * parts, parts)",
+            "own = Rows(0 * self.warpgroup, parts)",
             OF_TABLE,
         ),
     ),

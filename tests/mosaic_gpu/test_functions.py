@@ -46,7 +46,9 @@ def test_both_passes(score, named, any_size, monkeypatch):
     do, dlse = tolerances.cotangents_for(case, jnp.bfloat16)
     own = {**arguments, "score_mod": make(*captured)}
     if score == "table":
-        own["config"] = Config(dbias=Blocks(64, 64, num_warps=4, num_stages=2))
+        rows = 64 if named == "plain" else 128  # in one part, or in four
+        blocks = Blocks(rows, rows, num_warps=rows // 16, num_stages=2)
+        own["config"] = Config(dbias=blocks)
     found = mosaic_interpreter.evaluate(arrays, (do, dlse), own)
 
     def loops(q, k, v, *captured):

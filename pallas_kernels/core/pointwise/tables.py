@@ -153,20 +153,20 @@ def diagonals(x: jax.Array) -> jax.Array:
     return jnp.sum(x.reshape(*lead, t, t + s - 1), axis=-2)
 
 
-def of_tiles(tiles: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def of_tiles(sums: jax.Array, start: jax.Array, size: int) -> jax.Array:
     """Sums along the diagonals of a whole matrix, from those of diagonals of tiles.
 
     Args:
-      tiles: [.., diagonals, b, b], from the one of the first queries and last keys on.
+      sums: [.., diagonals, 2 b], as `diagonals` gives them and a 0, of tiles of b x b,
+        from those of the first queries and last keys on.
       start: the place among the sums of the last key beside the first query.
       size: of the result.
 
     Returns:
       [.., size]; 0 where there is no pair.
     """
-    *lead, count, rows, _ = tiles.shape
-    none = [(0, 0)] * len(lead)
-    sums = jnp.pad(diagonals(tiles), [*none, (0, 0), (0, 1)])
+    *lead, count, width = sums.shape
+    none, rows = [(0, 0)] * len(lead), width // 2
     lower, upper = sums[..., :rows], sums[..., rows:]
     sums = jnp.pad(lower, [*none, (0, 1), (0, 0)])
     sums += jnp.pad(upper, [*none, (1, 0), (0, 0)])

@@ -28,8 +28,8 @@ from pallas_kernels.mosaic_gpu.hopper import (
 )
 from pallas_kernels.mosaic_gpu.hopper.backward import backward as backward_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import dbias as dbias_kernel
-from pallas_kernels.mosaic_gpu.hopper.dbias import ddistance as ddistance_kernel
 from pallas_kernels.mosaic_gpu.hopper.dbias import grid_of as dbias_grid
+from pallas_kernels.mosaic_gpu.hopper.ddistance import ddistance as ddistance_kernel
 from pallas_kernels.mosaic_gpu.hopper.dkv import dkv as dkv_kernel
 from pallas_kernels.mosaic_gpu.hopper.dq import dq as dq_kernel
 from pallas_kernels.mosaic_gpu.hopper.forward import forward as forward_kernel

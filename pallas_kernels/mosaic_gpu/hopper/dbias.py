@@ -1,13 +1,10 @@
-"""The gradient of a bias for Hopper, and that of what is read at distances.
+"""The gradient of a bias for Hopper, one with an element for each pair.
 
-`dbias` is for a bias with an element for each pair. Grid: (query blocks, key blocks,
+Grid: (query blocks, key blocks,
 heads and batch axes that the gradient has). A thread block owns a tile of the gradient.
 It loops over the elements, which are the heads and batch entries that the bias was
 broadcast over, and sums them in registers, in one order. A consumer warpgroup computes
 64 rows, [queries, keys]. The producer warpgroup loads, by TMA.
-
-`ddistance` is for what is read at the distance of query and key. A thread block owns a
-diagonal of tiles, and loops over these, too: all of its sums lie on the same distances.
 
 Shared memory: a pipeline of num_stages stages, each of which holds rows of queries
 beside those of keys. q and k of an element take one stage, do and v take the next one.
@@ -27,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division
-from pallas_kernels.core.axes import Named, sizes
+from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
@@ -40,9 +37,7 @@ from pallas_kernels.mosaic_gpu.plan import by_role
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
 from pallas_kernels.program import (
     Where,
-    diagonal_program,
     element,
-    number_of_diagonals,
     tile_program,
 )
 
@@ -84,7 +79,7 @@ def dbias(
     bias = next((x.dtype for x in prefetch.pair_values(spec)), None)
     plan = Plan(launch, layout, launch.blocks.block_q // ROWS, q.dtype, bias)
     found = plan.call(
-        by_role(TileProgram.of, _load, _compute),
+        by_role(TileProgram.of, load, compute),
         inputs,
         [division.partial(output, layout.parts)],
         refs=Refs.declare(plan),
@@ -93,53 +88,17 @@ def dbias(
     return division.summed(found, (output,))
 
 
-def ddistance(
-    q: Named,
-    k: Named,
-    v: Named,
-    spec: AttentionSpec,
-    saved: tuple[Named, Named, Named],
-    lead: Named,
-    *,
-    summed: tuple[str, ...],
-    launch: Launch,
-) -> tuple[jax.Array, ...]:
-    """Sums of the tiles of each diagonal (`passes.backward`), in a tuple.
-
-    Args:
-      q, k, v, spec, saved, summed, launch: as for `dbias`, with as many queries as keys
-        in a block.
-      lead: the axes of batch and heads of the result.
-    """
-    inputs, block = Inputs(q, k, v, spec, Saved(*saved)), launch.blocks.block_q
-    count = number_of_diagonals(sizes([q, k]), block)
-    shape = (*lead.shape, count, block, block)
-    output = Named(jax.ShapeDtypeStruct(shape, F32), (*lead.axes, "e", "t", "s"))
-    diagonals = Named(jax.ShapeDtypeStruct(shape[:-2], F32), (*lead.axes, "e"))
-    operands = inputs.with_outputs([diagonals])
-    whole = dataclasses.replace(launch, splits=1)
-    options: dict[str, Any] = {"own": ("e",), "looped": summed}
-    layout = memory.TileGrid.of("dbias", operands, whole, **options)
-    plan = Plan(launch, layout, block // ROWS, q.dtype, None)
-    found = plan.call(
-        by_role(DiagonalProgram.of, _load, _compute),
-        inputs,
-        [output],
-        refs=Refs.declare(plan),
-        name="flash2_ddistance",
-    )
-    return tuple(x.value for x in found)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan(gradients.Plan):
     """The plan of this kernel.
 
     Attributes:
       bias: the dtype of the bias if that comes in tiles by TMA, or None.
+      has_sums: whether a consumer has memory for what it sums at the end.
     """
 
     bias: Any
+    has_sums: bool = False
 
 
 class ProductStage(NamedTuple):
@@ -157,6 +116,7 @@ class Refs:
     Attributes:
       bias: [64, block_kv] of each consumer, or None.
       bias_full: a barrier of each consumer, at which its bias arrives, or None.
+      sums: [64, 64] of each consumer, in float32, or None (`ddistance`).
       keys: [block_kv, H] in each stage.
       rows: [block_q, H] in each stage.
       full, empty: barriers of the stages (`pipeline.Pipeline`).
@@ -164,6 +124,7 @@ class Refs:
 
     bias: Tile | None
     bias_full: Any
+    sums: Any
     keys: Tile
     rows: Tile
     full: Any
@@ -179,7 +140,8 @@ class Refs:
         if plan.bias is not None:
             bias = Tile(support.tile((consumers, ROWS, plan.block_kv), plan.bias))
             bias_full = plgpu.Barrier(num_barriers=consumers)
-        return cls(bias, bias_full, keys, rows, pipeline.full, pipeline.empty)
+        sums = plgpu.SMEM((consumers, ROWS, ROWS), F32) if plan.has_sums else None
+        return cls(bias, bias_full, sums, keys, rows, pipeline.full, pipeline.empty)
 
 
 class Step(NamedTuple):
@@ -225,6 +187,10 @@ class Program(gradients.Program):
         """Where this warpgroup's rows of the result go."""
         raise NotImplementedError
 
+    def store(self, output, total: jax.Array) -> None:
+        """Writes them there: `total`, the sum over all steps."""
+        raise NotImplementedError
+
     def rows_of(self, start: Where) -> Where:
         """This warpgroup's queries of a tile that starts there, and the tile's keys."""
         first = start["t"] + self.warpgroup * ROWS
@@ -266,41 +232,11 @@ class TileProgram(Program):
     def result(self) -> Where:
         return {**self.where, **self.rows_of(self.tile)}
 
-
-@dataclasses.dataclass(frozen=True)
-class DiagonalProgram(Program):
-    """A thread block that owns a diagonal of tiles.
-
-    Attributes:
-      block: the first of its blocks of keys.
-      after: how many blocks of queries stand before the one that meets block 0 of keys.
-    """
-
-    block: Any
-    after: Any
-
-    @classmethod
-    def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> DiagonalProgram:
-        warpgroup = lax.axis_index("warpgroup")
-        spec, where, _, blocks = diagonal_program(inputs.spec, plan.layout)
-        block, end, after = blocks
-        count = (end - block) * plan.layout.elements
-        own = jnp.int32(0), count, block, after
-        return cls(plan, inputs, outputs, refs, warpgroup, spec, where, *own)
-
-    def step(self, index) -> Step:
-        layout = self.plan.layout
-        elements = jnp.int32(layout.elements)
-        j = self.block + lax.div(index, elements)
-        i = j + self.after
-        start = {"t": i * layout.rows["t"], "s": j * layout.rows["s"]}
-        return Step({**self.where, "i": i, "j": j}, start, lax.rem(index, elements))
-
-    def result(self) -> Where:
-        return {**self.where, **self.rows_of({"t": 0, "s": 0})}
+    def store(self, output, total: jax.Array) -> None:
+        pairwise.store(output, total.astype(output.dtype))
 
 
-def _load(program: Program) -> None:
+def load(program: Program) -> None:
     """The role of the producer: two stages for each step that needs the keys."""
     inputs, plan = program.inputs, program.plan
 
@@ -363,15 +299,14 @@ class Consumer(gradients.Consumer):
         plgpu.wgmma(accumulator, rows, support.transposed(keys))
 
 
-def _compute(program: Program) -> None:
+def compute(program: Program) -> None:
     """The role of a consumer: its rows of the result, summed over the steps."""
     consumer, plan = Consumer.start(program), program.plan
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
     _, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
     (output,) = program.outputs
-    total = (total * program.spec.dropout_scale).astype(output.dtype)
-    pairwise.store(output.at(consumer.where), total)
+    program.store(output.at(consumer.where), total * program.spec.dropout_scale)
 
 
 def _add(consumer: Consumer, index, state):

@@ -71,6 +71,7 @@ def declared(
     *,
     in_float32: bool = False,
     pair_values: Any = None,
+    by_distance: bool = False,
 ) -> Any:
     """The shared memory of a kernel (`shared_memory.num_bytes`).
 
@@ -79,6 +80,7 @@ def declared(
       size: of the call's axes.
       in_float32: whether dk and dv are, which are parts then.
       pair_values: dtype of values of pairs whose tiles come by TMA, or None.
+      by_distance: whether "dbias" is `ddistance`.
     """
     launch = Launch(blocks, None, support.ARITHMETIC, False, 1)
     layout = cast(memory.TileGrid, _Sizes(size))
@@ -90,7 +92,7 @@ def declared(
         return dkv.Refs.declare(dkv.Plan(*known, in_float32))
     if kernel == "dq":
         return dq.Refs.declare(gradients.Plan(*known))
-    return dbias.Refs.declare(dbias.Plan(*known, pair_values))
+    return dbias.Refs.declare(dbias.Plan(*known, pair_values, by_distance))
 
 
 def unfit(
@@ -100,11 +102,12 @@ def unfit(
     *,
     in_float32: bool = False,
     pair_values: Any = None,
+    by_distance: bool = False,
 ) -> str | None:
     """Why a kernel of the backward pass cannot have these blocks, or None.
 
     Args:
-      kernel, size, in_float32, pair_values: as of `declared`.
+      kernel, size, in_float32, pair_values, by_distance: as of `declared`.
     """
     names = "block_q", "block_kv"
     for name, rows in zip(names, ROWS_OF_BLOCKS[kernel], strict=True):
@@ -124,6 +127,7 @@ def unfit(
         keys = f"half of block_kv={blocks.block_kv}"
         return f"block_q={blocks.block_q} is {keys}, with heads of {size['h']}"
     options = {"in_float32": in_float32, "pair_values": pair_values}
+    options |= {"by_distance": by_distance}
     return shared_memory.unfit(blocks, declared(kernel, blocks, size, **options))
 
 
@@ -189,14 +193,18 @@ def of_operand(call: Call) -> Blocks | str:
     if blocks is None:
         return f"there is no kernel for a bias with head sizes {call.head_sizes}"
     chosen = call.config and call.config.dbias
-    if chosen:
-        # What `prefetch.pair_values` gives, of operands that may be shape structs.
-        dtypes = [x.dtype for x in score.pair_operands.values()]
-        pair_values = next((x for x in dtypes if x.itemsize == 2), None)
-        if why_not := unfit("dbias", chosen, call.size, pair_values=pair_values):
-            return f"Config.dbias: {why_not}"
-        blocks = chosen
+    blocks = chosen or blocks
     blocks = _square(blocks) if by_distance else blocks
+    # What `prefetch.pair_values` gives, of operands that may be shape structs.
+    dtypes = [x.dtype for x in score.pair_operands.values()]
+    pair_values = next((x for x in dtypes if x.itemsize == 2), None)
+    options = {"pair_values": pair_values, "by_distance": by_distance}
+    why_not = unfit("dbias", blocks, call.size, **options)
+    while why_not and not chosen and blocks.num_stages > 2:  # a table's, without sums
+        blocks = dataclasses.replace(blocks, num_stages=blocks.num_stages - 1)
+        why_not = unfit("dbias", blocks, call.size, **options)
+    if why_not:
+        return f"Config.dbias: {why_not}"
     if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
         return f"blocks would lie in several stripes of {odd} rows"
     return blocks
