@@ -183,7 +183,7 @@ def test_rows_of_a_crossover(monkeypatch):
     monkeypatch.setattr(hopper, "mean_keys", lambda problem: 256)
     monkeypatch.setattr(crossover._Sides, "start", lambda sides, pool: _Made())
     seconds = {"mosaic_gpu": Timing(1, [1.0]), "triton": Timing(1, [2.0])}
-    monkeypatch.setattr(crossover, "times", lambda *_: (seconds, {}))
+    monkeypatch.setattr(crossover, "times", lambda *_, in_bursts: (seconds, {}))
     rows = list(crossover.measure("causal", 64, "backward", [256], 1))
     assert [row["peer"] for row in rows] == list(crossover.BACKENDS)
     assert crossover.crossover(rows) == 256
