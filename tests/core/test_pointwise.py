@@ -293,6 +293,52 @@ def test_jax_differentiates_what_is_rewritten(name):
     np.testing.assert_allclose(second, jax.grad(jax.grad(function))(0.7), rtol=1e-5)
 
 
+EXTREMES = {
+    "max(|x|, y)": lambda x, y: jnp.maximum(abs(x), y),
+    "max(y, |x|)": lambda x, y: jnp.maximum(3 * y, abs(x)),
+    "max(|x|, |y|)": lambda x, y: jnp.maximum(abs(x), abs(y)),
+    "min(-|x|, y)": lambda x, y: jnp.minimum(-abs(x), y),
+    "min(y, -|x|)": lambda x, y: jnp.minimum(y - 2, -abs(x)),
+    "min(|x|, -y)": lambda x, y: jnp.minimum(abs(x), -y),
+    "max of max": lambda x, y: jnp.maximum(jnp.maximum(abs(x), y), abs(y - 3)),
+}
+COMPARED = {
+    "<=": lambda a, b: a <= b,
+    "<": lambda a, b: a < b,
+    ">=": lambda a, b: a >= b,
+    ">": lambda a, b: a > b,
+    "==": lambda a, b: a == b,
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_larger_and_smaller_integers(name):
+    """Of absolute values by other steps, and in comparisons one for each."""
+    function, numbers = EXTREMES[name], jnp.indices((23, 21), dtype=jnp.int32) - 11
+    ends = jnp.int32([-(2**31), 2**31 - 1, 0, -7])
+    x, y = (jnp.append(a.ravel(), ends) for a in numbers)
+
+    def ran(function, score=()):
+        traced = trace(function, jnp.float32 if score else None, ())
+        (found,) = traced.program.on_blocks([*score, None, None, x, y], ())
+        return traced.program, found
+
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+    program, found = ran(lambda s, b, h, q, kv: bits(function(q, kv)), (None,))
+    np.testing.assert_array_equal(np.asarray(found).view(np.int32), function(x, y))
+    made = dict(enumerate(program.steps, len(program.inputs)))
+    for step in program.steps:
+        inner = [made[a].name for a in step.args if a in made]
+        assert step.name != "max" or "abs" not in inner
+    for compare in COMPARED.values():
+        for run in (
+            lambda a, b, compare=compare: compare(function(a, b), a + 4),
+            lambda a, b, compare=compare: compare(b, function(a, b)),
+        ):
+            _, found = ran(lambda b, h, q, kv, run=run: run(q, kv))
+            np.testing.assert_array_equal(found, run(x, y))
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
 def test_booleans_of_numbers(dtype):
     """As JAX has them, by operations that kernels have."""

@@ -283,8 +283,8 @@ MUTANTS = [
         ),
         (
             "an absolute value is never 0 between its ends",
-            "least = jnp.where((x[0] <= 0) & (x[1] >= 0), 0, jnp.minimum(low, high))",
-            "least = jnp.minimum(low, high)",
+            "low = jnp.maximum(jnp.maximum(x[0], -x[1]), jnp.zeros_like(x[0]))",
+            "low = jnp.minimum(abs(x[0]), abs(x[1]))",
             SOUND,
         ),
     ),
@@ -343,6 +343,30 @@ MUTANTS = [
             "return self.emit(lax.mul_p, PRODUCT, [x, inverse], dtype)",
             "return self.emit(lax.mul_p, {}, [x, inverse], dtype)",
             "tests/core/test_pointwise.py -k rewritten",
+        ),
+        (
+            "the sign that ptxas loses",
+            "found = self.emit(primitive, {}, [found, opposite], dtype)",
+            "pass",
+            "tests/core/test_pointwise.py -k larger_and",
+        ),
+        (
+            "the larger of an absolute value as it is written",
+            "return self._without_absolute(primitive, args, dtype)",
+            "return None",
+            "tests/core/test_pointwise.py -k larger_and",
+        ),
+        (
+            "one of two numbers suffices for a bound",
+            'joined = lax.and_p if is_bound == (name == "max") else lax.or_p',
+            "joined = lax.or_p",
+            "tests/core/test_pointwise.py -k larger_and",
+        ),
+        (
+            "a bound from the other side",
+            'is_bound = (primitive.name in ("le", "lt")) == (side == 0)',
+            "is_bound = side == 0",
+            "tests/core/test_pointwise.py -k larger_and",
         ),
         (
             "the logarithm of a constant is left to kernels",

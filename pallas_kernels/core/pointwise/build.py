@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,12 @@ _FOLDED = {
 
 
 class Build(Walk):
-    """Makes a list of steps."""
+    """Makes a list of steps.
+
+    Of integers max(|x|, y) and min(-|x|, y) are none: ptxas before CUDA 13.4 loses a
+    sign of them on Hopper and Blackwell, in kernels and in XLA's programs
+    (benchmarks/lab/123).
+    """
 
     def __init__(
         self,
@@ -107,7 +113,7 @@ class Build(Walk):
         name = primitive.name
         known = self._folded(name, args, dtype)
         if known is None:
-            known = self._rewritten(name, params, args, dtype)
+            known = self._rewritten(primitive, params, args, dtype)
         if known is not None:
             return known
         static = {**params, "sharding": None} if "sharding" in params else params
@@ -121,9 +127,49 @@ class Build(Walk):
             self._natural.add(found)
         return found
 
-    def _rewritten(self, name: str, params, args: Sequence, dtype) -> Argument | None:
-        """The same by operations that more kernels have."""
-        x = args[0]
+    def _made_by(self, name: str, value: Argument) -> Step | None:
+        """The step of that name, of integers, that makes a value, or None."""
+        if isinstance(value, Constant) or value < self._inputs:
+            return None
+        step = self.steps[value - self._inputs]
+        is_one = step.name == name and step.dtype.startswith("int")
+        return step if is_one else None
+
+    def _without_absolute(self, primitive, args: Sequence, dtype) -> Argument | None:
+        """max(max(x, y), -x) in place of max(|x|, y), and its mirror image."""
+        is_max = primitive is lax.max_p
+        for value, other in (args, args[::-1]):
+            if not is_max:
+                negated = self._made_by("neg", value)
+                value = None if negated is None else negated.args[0]
+            absolute = None if value is None else self._made_by("abs", value)
+            if absolute is None:
+                continue
+            (x,) = absolute.args
+            opposite = self.emit(lax.neg_p, {}, [x], dtype)
+            found = self.emit(primitive, {}, [x, other], dtype)
+            found = self.emit(primitive, {}, [found, opposite], dtype)
+            if all(map(self._is_natural, args)):
+                self._natural.add(found)
+            return found
+        return None
+
+    def _of_two(self, primitive, args: Sequence) -> Argument | None:
+        """Comparisons with two numbers in place of one with the larger or smaller."""
+        for side, name in itertools.product((0, 1), ("max", "min")):
+            step = self._made_by(name, args[side])
+            if step is None:
+                continue
+            pairs = [(x, args[1]) if side == 0 else (args[0], x) for x in step.args]
+            each = [self.emit(primitive, {}, x, np.dtype(bool)) for x in pairs]
+            is_bound = (primitive.name in ("le", "lt")) == (side == 0)  # from above
+            joined = lax.and_p if is_bound == (name == "max") else lax.or_p
+            return self.emit(joined, {}, each, np.dtype(bool))
+        return None
+
+    def _rewritten(self, primitive, params, args: Sequence, dtype) -> Argument | None:
+        """The same by operations that more kernels have, or compilers get right."""
+        name, x = primitive.name, args[0]
         if name == "add_any":
             return self.emit(lax.add_p, {}, args, dtype)
         if name == "log2":
@@ -154,6 +200,10 @@ class Build(Walk):
         if name in ("max", "min") and dtype == np.bool_:
             joined = lax.or_p if name == "max" else lax.and_p
             return self.emit(joined, {}, args, dtype)
+        if name in ("max", "min") and np.issubdtype(dtype, np.signedinteger):
+            return self._without_absolute(primitive, args, dtype)
+        if name in ("le", "lt", "ge", "gt"):
+            return self._of_two(primitive, args)
         if name == "convert_element_type" and not isinstance(x, Constant):
             if self._dtypes[x] == dtype:
                 return x

@@ -101,9 +101,9 @@ def _unequal(step: Step, x, y) -> Interval:
 
 
 def _absolute(step: Step, x) -> Interval:
-    low, high = jnp.abs(x[0]), jnp.abs(x[1])
-    least = jnp.where((x[0] <= 0) & (x[1] >= 0), 0, jnp.minimum(low, high))
-    low, high = least.astype(low.dtype), jnp.maximum(low, high)
+    # Not by abs: of max(|x|, y) ptxas may lose the sign (`build.Build`).
+    low = jnp.maximum(jnp.maximum(x[0], -x[1]), jnp.zeros_like(x[0]))
+    high = jnp.maximum(-x[0], x[1])
     if step.dtype != "int32":
         return low, high
     overflows = x[0] == np.iinfo(np.int32).min
