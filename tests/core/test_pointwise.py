@@ -1,6 +1,7 @@
 """Programs of functions of one pair: steps, intervals, derivatives, tables."""
 
 import functools
+import operator
 from unittest import mock
 
 import jax
@@ -302,13 +303,7 @@ EXTREMES = {
     "min(|x|, -y)": lambda x, y: jnp.minimum(abs(x), -y),
     "max of max": lambda x, y: jnp.maximum(jnp.maximum(abs(x), y), abs(y - 3)),
 }
-COMPARED = {
-    "<=": lambda a, b: a <= b,
-    "<": lambda a, b: a < b,
-    ">=": lambda a, b: a >= b,
-    ">": lambda a, b: a > b,
-    "==": lambda a, b: a == b,
-}
+COMPARED = operator.le, operator.lt, operator.ge, operator.gt, operator.eq
 
 
 @pytest.mark.parametrize("name", EXTREMES)
@@ -330,13 +325,26 @@ def test_larger_and_smaller_integers(name):
     for step in program.steps:
         inner = [made[a].name for a in step.args if a in made]
         assert step.name != "max" or "abs" not in inner
-    for compare in COMPARED.values():
+    for compare in COMPARED:
         for run in (
             lambda a, b, compare=compare: compare(function(a, b), a + 4),
             lambda a, b, compare=compare: compare(b, function(a, b)),
         ):
             _, found = ran(lambda b, h, q, kv, run=run: run(q, kv))
             np.testing.assert_array_equal(found, run(x, y))
+
+
+def test_comparisons_with_nested_maxima_stay_few():
+    def function(b, h, q, kv):
+        for i in range(30):
+            q = jnp.maximum(q, q ^ i)
+        return q <= kv
+
+    program = trace(function, None, ()).program
+    assert len(program.steps) < 200
+    numbers = jnp.arange(40, dtype=jnp.int32)
+    (found,) = program.on_blocks([None, None, numbers, 2 * numbers - 9], ())
+    np.testing.assert_array_equal(found, function(None, None, numbers, 2 * numbers - 9))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])

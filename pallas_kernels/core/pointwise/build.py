@@ -68,6 +68,7 @@ class Build(Walk):
         self._inputs = len(dtypes)
         self._natural = set(natural)
         self._captured = captured
+        self._split: dict[tuple, Argument] = {}  # comparisons, by primitive and args
 
     def number(self, value: Any, dtype) -> Constant:
         return Constant.of(np.asarray(value, dtype))
@@ -160,11 +161,14 @@ class Build(Walk):
             step = self._made_by(name, args[side])
             if step is None:
                 continue
-            pairs = [(x, args[1]) if side == 0 else (args[0], x) for x in step.args]
-            each = [self.emit(primitive, {}, x, np.dtype(bool)) for x in pairs]
-            is_bound = (primitive.name in ("le", "lt")) == (side == 0)  # from above
-            joined = lax.and_p if is_bound == (name == "max") else lax.or_p
-            return self.emit(joined, {}, each, np.dtype(bool))
+            at = primitive, *args
+            if at not in self._split:
+                pairs = [(x, args[1]) if side == 0 else (args[0], x) for x in step.args]
+                each = [self.emit(primitive, {}, x, np.dtype(bool)) for x in pairs]
+                is_bound = (primitive.name in ("le", "lt")) == (side == 0)  # from above
+                joined = lax.and_p if is_bound == (name == "max") else lax.or_p
+                self._split[at] = self.emit(joined, {}, each, np.dtype(bool))
+            return self._split[at]
         return None
 
     def _rewritten(self, primitive, params, args: Sequence, dtype) -> Argument | None:

@@ -1,10 +1,10 @@
 """The gradient of a bias for Hopper, one with an element for each pair.
 
-Grid: (query blocks, key blocks,
-heads and batch axes that the gradient has). A thread block owns a tile of the gradient.
-It loops over the elements, which are the heads and batch entries that the bias was
-broadcast over, and sums them in registers, in one order. A consumer warpgroup computes
-64 rows, [queries, keys]. The producer warpgroup loads, by TMA.
+Grid: (query blocks, key blocks, heads and batch axes that the gradient has). A thread
+block owns a tile of the gradient. It loops over the elements, which are the heads and
+batch entries that the bias was broadcast over, and sums them in registers, in one
+order. A consumer warpgroup computes 64 rows, [queries, keys]. The producer warpgroup
+loads, by TMA.
 
 Shared memory: a pipeline of num_stages stages, each of which holds rows of queries
 beside those of keys. q and k of an element take one stage, do and v take the next one.
@@ -35,11 +35,7 @@ from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.plan import by_role
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
-from pallas_kernels.program import (
-    Where,
-    element,
-    tile_program,
-)
+from pallas_kernels.program import Where, element, tile_program
 
 
 def grid_of(operands, launch: Launch, summed: tuple[str, ...]) -> memory.TileGrid:
