@@ -150,7 +150,7 @@ class Build(Walk):
             opposite = self.emit(lax.neg_p, {}, [x], dtype)
             found = self.emit(primitive, {}, [x, other], dtype)
             found = self.emit(primitive, {}, [found, opposite], dtype)
-            if all(map(self._is_natural, args)):
+            if isinstance(found, int) and all(map(self._is_natural, args)):
                 self._natural.add(found)
             return found
         return None
