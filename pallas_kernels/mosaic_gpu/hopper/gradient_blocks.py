@@ -204,7 +204,7 @@ def of_operand(call: Call) -> Blocks | str:
         blocks = dataclasses.replace(blocks, num_stages=blocks.num_stages - 1)
         why_not = unfit("dbias", blocks, call.size, **options)
     if why_not:
-        return f"Config.dbias: {why_not}"
+        return f"Config.dbias: {why_not}" if chosen else why_not
     if odd := call.spec.odd_stripe(t=blocks.block_q, s=blocks.block_kv):
         return f"blocks would lie in several stripes of {odd} rows"
     return blocks
