@@ -28,8 +28,8 @@ from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU
 
 B, N, K = 2, 4, 2
-# Where what is expected is computed: XLA has made max(abs(x), -y) of integers wrong on
-# a GPU (benchmarks/lab/123).
+# Where what is exact is computed: XLA has made max(abs(x), -y) of integers wrong on a
+# GPU (benchmarks/lab/123). What is plain has the functions of the device.
 _CPU = jax.devices("cpu")[0]
 SMALL = Blocks(16, 16, 4, 1)
 _INTERPRETED = Config(SMALL, SMALL, dq=SMALL, dbias=SMALL, interpret=True)
@@ -356,10 +356,9 @@ class Problem:
 
     def check(self, found: dict[str, np.ndarray]) -> float:
         """Asserts the error rule; returns the worst share of the allowed error."""
-        with jax.default_device(_CPU):
-            plain = self.by_matrices(self.dtype)
-            with jax.enable_x64(True):
-                exact = self.by_matrices(jnp.dtype(jnp.float64)) | self.terms()
+        plain = self.by_matrices(self.dtype)
+        with jax.default_device(_CPU), jax.enable_x64(True):
+            exact = self.by_matrices(jnp.dtype(jnp.float64)) | self.terms()
         exact = {n: x for n, x in exact.items() if n.split(" ")[0] in found}
         unit = tolerances.unit_roundoff(self.dtype, "highest")
         return float(max(tolerances.check(found, exact, plain, unit).values()))

@@ -8,7 +8,7 @@ from tests.tiers import deeply
 
 SEEDS = [
     ("xla", 3),
-    *deeply(*(("xla", seed) for seed in (0, 1, 2, 5, 6, 7))),
+    *deeply(*(("xla", seed) for seed in (0, 1, 5, 6, 7, 8))),
     *deeply(*(("triton", seed) for seed in (4, 30, 31))),
     *deeply(*(("mosaic_gpu", seed) for seed in (40, 42))),
 ]
