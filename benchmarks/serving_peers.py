@@ -161,9 +161,28 @@ def flashinfer(page: int, case: Case, cache: Cache) -> Program:
     return Program(own.peer, function, [()], own.size, last, own.want, is_traced=False)
 
 
+def flash_attn3(page: int, case: Case, cache: Cache) -> Program:
+    """`flash-attn3-jax` 0.2.3, with parts for two programs a multiprocessor."""
+    from flash_attn3_jax import flash_mha_with_kvcache
+
+    programs = 2 * jax.devices()[0].core_count
+    splits = max(1, programs // (case.batch * case.k))
+
+    def function(q, keys, values, _, table, lengths):
+        pools = (serving_calls.in_pages(x, page) for x in (keys, values))
+        options = {"cache_seqlens": lengths, "page_table": table}
+        options |= {"is_causal": case.t > 1, "num_splits": splits}
+        return flash_mha_with_kvcache(q, *pools, **options)
+
+    return _same_pages(
+        "FlashAttention-3 (flash-attn3-jax)", page, case, cache, function
+    )
+
+
 DENSE: tuple[Callable[[Case, Cache], Program], ...] = (jax_nn, jax_decoding)
 PAGED: tuple[Callable[[int, Case, Cache], Program], ...] = (
     jax_paged,
     cudnn_paged,
     flashinfer,
+    flash_attn3,
 )
