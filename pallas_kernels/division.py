@@ -35,6 +35,9 @@ from pallas_kernels.tables import FEW_ROWS
 PARTS = ("y", "z")
 # Tiles of parts for each multiprocessor.
 _MOST_TILES = 16
+# Parts that are tried to avoid a last turn of few programs, and the part of the time
+# without them that they must take at most: results are put together afterwards.
+_FEW_PARTS, _GAIN_OF_PARTS = 3, 0.96
 # As `_MOST_TILES`, of such a call, whose number of parts is fixed.
 _MOST_FIXED_TILES = 64
 
@@ -52,6 +55,8 @@ def number(name: str) -> int:
     longest_part: keys that a part of a table of pages has at most, if blocks have few
     rows: sequences may be much longer than others, and none should be left at the end.
     paged_programs: for each multiprocessor, those of such a call that run at once.
+    last_turn: the part of the time of a turn of so many programs that one of a few
+    takes at least; 0 where it is not known.
     """
     return tables.number("triton", name)
 
@@ -65,6 +70,7 @@ def parts(
     few_rows: int = 0,
     waves: int | None = None,
     longest: int | None = None,
+    even_turns: bool = False,
 ) -> dict[str, int]:
     """Into how many parts the work of each program is divided, by axis.
 
@@ -79,6 +85,8 @@ def parts(
         the table's.
       longest: blocks that a part has at most, if that does not make too many parts;
         None for any number.
+      even_turns: whether it is known how many programs run at once, and a last turn of
+        a few of them is to be avoided.
 
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
@@ -102,6 +110,8 @@ def parts(
             least = min(blocks // longest, most)
             most = min(most, max(least, blocks // number("fewest_blocks")))
             z = min(_filling(programs * y, least), most) if least > z else z
+        if even_turns and y == z == 1:
+            z = _even_turns(programs, blocks // number("fewest_blocks"))
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
 
 
@@ -114,9 +124,33 @@ def _filling(programs: int, least: int) -> int:
     Args:
       least: parts that there are to be.
     """
-    at_once = number("paged_programs") * device.multiprocessors()
+    at_once = _at_once()
     turns = -(-programs * least // at_once)
     return turns * at_once // programs
+
+
+def _at_once() -> int:
+    return number("paged_programs") * device.multiprocessors()
+
+
+def _even_turns(programs: int, most: int) -> int:
+    """Into how many parts programs are divided if few would be left for a last turn.
+
+    Of 512 programs 396 run at once. In two parts they took 248 us, not 258, and 384
+    took longer in parts than without (NVIDIA H200, 64 and 48 x 4,096 keys, 8 heads of
+    128, pages of 64, 2026-11-28: lab 124).
+
+    Args:
+      most: parts that there may be.
+    """
+
+    def time(parts: int) -> float:
+        turns, rest = divmod(programs * parts, _at_once())
+        rest = max(rest / _at_once(), number("last_turn")) if rest else 0.0
+        return (turns + rest) / parts
+
+    best = min(range(1, 1 + max(1, min(most, _FEW_PARTS))), key=time)
+    return best if time(best) < _GAIN_OF_PARTS * time(1) else 1
 
 
 def fixed_parts(found: Mapping[str, int], programs: int, count: int) -> dict[str, int]:

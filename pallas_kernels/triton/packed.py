@@ -28,27 +28,30 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import device
 from pallas_kernels.core.nibbles import BYTES
 
+# Tables of `lop3`: (x & y) | z and (x & y) ^ z. ptxas joins `and` and `or` in one
+# instruction only where they are written as one, if both have constants.
+_AND_OR, _AND_XOR = "0xEA", "0x6A"
 # Of a register x with two columns of two rows: the PTX that makes the even column and
 # the odd one, two elements of float16 or of bfloat16, or what goes before `_TO_BFLOAT`.
 # A number of bfloat16 with the bits 0x4300 + n is 128 + n, one of float16 with those of
 # 0x6400 + n is 1024 + n, so that int8 takes one subtraction, which is exact.
 _INT8_IN_BFLOAT16 = (
-    "and.b32 a, x, 0x007F007F; or.b32 a, a, 0x43004300; "
-    "and.b32 b, x, 0x00800080; or.b32 b, b, 0x43004300; "
+    "mov.b32 c, 0x43004300; "
+    f"lop3.b32 a, x, 0x007F007F, c, {_AND_OR}; lop3.b32 b, x, 0x00800080, c, {_AND_OR}; "
     "fma.rn.bf16x2 $0, b, m, a;"
 )
 _INT8_IN_FLOAT16 = (
-    "and.b32 a, x, 0x00FF00FF; xor.b32 a, a, 0x64806480; "
-    "mov.b32 b, 0x64806480; sub.f16x2 $0, a, b;"
+    f"mov.b32 c, 0x64806480; lop3.b32 a, x, 0x00FF00FF, c, {_AND_XOR}; "
+    "sub.f16x2 $0, a, c;"
 )
 # Numbers of four bits with the sign's bit turned are 8 too large: 136 and 1032 more.
 _INT4_IN_BFLOAT16 = (
-    "and.b32 a, x, 0x000F000F; xor.b32 a, a, 0x43084308; "
+    f"mov.b32 c, 0x43084308; lop3.b32 a, x, 0x000F000F, c, {_AND_XOR}; "
     "mov.b32 b, 0x3F803F80; mov.b32 m, 0xC308C308; fma.rn.bf16x2 $0, a, b, m;"
 )
 _INT4_IN_FLOAT16 = (
-    "and.b32 a, x, 0x000F000F; xor.b32 a, a, 0x64086408; "
-    "mov.b32 b, 0x64086408; sub.f16x2 $0, a, b;"
+    f"mov.b32 c, 0x64086408; lop3.b32 a, x, 0x000F000F, c, {_AND_XOR}; "
+    "sub.f16x2 $0, a, c;"
 )
 _SHIFTED = "shr.u32 x, x, 8; "
 _BFLOAT16 = (
@@ -63,7 +66,7 @@ _HALVES = {
     ),
 }
 _HEAD = (
-    "{.reg .b32 x, a, b, m; .reg .b16 l, h; .reg .f32 f, g; "
+    "{.reg .b32 x, a, b, c, m; .reg .b16 l, h; .reg .f32 f, g; "
     "mov.b32 x, $1; mov.b32 m, 0xBF80BF80; "  # twice -1
 )
 

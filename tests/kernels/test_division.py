@@ -238,6 +238,22 @@ def test_parts_of_a_long_table_are_short(monkeypatch):
     assert parts(4096) == {}
 
 
+def test_few_programs_are_not_left_for_a_last_turn(monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+
+    def parts(programs, blocks=64, **options):
+        options = {"few_rows": 2, "splits": None, "even_turns": True, **options}
+        return division.parts(programs, 1, blocks, **options)
+
+    assert parts(384) == parts(396) == {}  # one turn of 396
+    assert parts(512) == {"z": 2}  # two and a half turns, not one and a third
+    assert parts(420) == {"z": 3}
+    assert parts(700) == parts(792) == {}
+    assert parts(512, blocks=7) == {}  # too few blocks for two parts
+    assert parts(512, even_turns=False) == {}
+    assert parts(4096) == {}
+
+
 def test_packed_rows_unpack():
     q = np.arange(2 * 3 * 6 * 4).reshape(2, 3, 6, 4)
     named = Named(jnp.asarray(q), ("b0", "t", "n", "h"))
