@@ -115,6 +115,10 @@ def _store_sums(ref, tile, row: int) -> None:
     ref[row, :] = jnp.pad(sums, (0, 1))
 
 
+def _store_zeros(ref, row: int) -> None:
+    ref[row] = jnp.zeros(ref.shape[-1:], ref.dtype)
+
+
 def _rounded(p: jax.Array) -> jax.Array:
     return jnp.minimum(p, 448.0).astype(fp8_bytes.DTYPE)
 
@@ -326,6 +330,7 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(pairwise, "turned", lambda words, dtype: words)
     put(pairwise, "store", _store)
     put(ddistance, "store_sums", _store_sums)
+    put(ddistance, "store_zeros", _store_zeros)
     put(pairwise, "gather", _gather)
     put(pairwise, "diagonals", _diagonals)
     put(products, "multiply", _multiply)

@@ -67,6 +67,12 @@ MUTANTS = [
             OF_TABLE,
         ),
         (
+            "zeros over the sums of a diagonal",
+            "@pl.when(jnp.logical_not(visited))",
+            "@pl.when(visited)",
+            OF_TABLE,
+        ),
+        (
             "a diagonal's tiles, not the elements of each",
             "(end - block) * plan.layout.elements",
             "end - block",

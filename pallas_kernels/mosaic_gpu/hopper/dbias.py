@@ -96,6 +96,22 @@ class Plan(gradients.Plan):
     bias: Any
     has_sums: bool = False
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether consumers take turns to issue products: with stages for two steps.
+
+        With fewer it took 1.2 times as long (lab 124).
+        """
+        return self.consumers > 1 and self.stages >= 4
+
+    @property
+    def loads_first(self) -> bool:
+        """Whether what pairs load is loaded before products are issued.
+
+        What they read of a table takes more registers than there are.
+        """
+        return not self.has_sums
+
 
 class ProductStage(NamedTuple):
     """The operands of a product: rows of q or of do, and of k or of v."""
@@ -112,7 +128,7 @@ class Refs:
     Attributes:
       bias: [64, block_kv] of each consumer, or None.
       bias_full: a barrier of each consumer, at which its bias arrives, or None.
-      sums: [64, 64] of each consumer, in float32, or None (`ddistance`).
+      sums: [64, 64 + 8] of each consumer, in float32, or None (`ddistance`).
       keys: [block_kv, H] in each stage.
       rows: [block_q, H] in each stage.
       full, empty: barriers of the stages (`pipeline.Pipeline`).
@@ -136,7 +152,9 @@ class Refs:
         if plan.bias is not None:
             bias = Tile(support.tile((consumers, ROWS, plan.block_kv), plan.bias))
             bias_full = plgpu.Barrier(num_barriers=consumers)
-        sums = plgpu.SMEM((consumers, ROWS, ROWS), F32) if plan.has_sums else None
+        # Rows of another length than the banks have, so that they do not meet in one.
+        shape = consumers, ROWS, ROWS + 8
+        sums = plgpu.SMEM(shape, F32) if plan.has_sums else None
         return cls(bias, bias_full, sums, keys, rows, pipeline.full, pipeline.empty)
 
 
@@ -183,8 +201,13 @@ class Program(gradients.Program):
         """Where this warpgroup's rows of the result go."""
         raise NotImplementedError
 
-    def store(self, output, total: jax.Array) -> None:
-        """Writes them there: `total`, the sum over all steps."""
+    def store(self, output, total: jax.Array, visited) -> None:
+        """Writes them there.
+
+        Args:
+          total: the sum over all steps.
+          visited: whether any step had keys; else the sum is 0.
+        """
         raise NotImplementedError
 
     def rows_of(self, start: Where) -> Where:
@@ -228,7 +251,8 @@ class TileProgram(Program):
     def result(self) -> Where:
         return {**self.where, **self.rows_of(self.tile)}
 
-    def store(self, output, total: jax.Array) -> None:
+    def store(self, output, total: jax.Array, visited) -> None:
+        del visited
         pairwise.store(output, total.astype(output.dtype))
 
 
@@ -274,6 +298,8 @@ class Consumer(gradients.Consumer):
         """Loads its part of the bias, if that comes in tiles."""
         me, refs, spec = program.warpgroup, program.refs, program.spec
         rows, where = pl.ds(me * ROWS, ROWS), program.result()
+        if program.plan.takes_turns:
+            program.plan.ping_pong.start(me)
         if refs.bias is not None:
             view, *_ = prefetch.pair_values(spec)
             bias, full = refs.bias.ref.at[me], refs.bias_full.at[me]
@@ -282,11 +308,18 @@ class Consumer(gradients.Consumer):
             spec = prefetch.with_pair_tile(spec, bias)
         return cls(program, rows, where, spec)
 
-    def issue(self, accumulator, i) -> None:
-        """Issues the product of its rows and the keys of stage i, once they are there.
+    def issue(self, qk, dp, i) -> None:
+        """Issues the products of a step, whose stages are i and i + 1."""
+        turns, me = self.plan.ping_pong, self.program.warpgroup
+        if self.plan.takes_turns:
+            turns.wait(me)
+        self._issue(qk, i)
+        self._issue(dp, i + 1)
+        if self.plan.takes_turns:
+            turns.pass_on(me)
 
-        A step's first stage gives its scores, the second one dp.
-        """
+    def _issue(self, accumulator, i) -> None:
+        """Issues the product of its rows and the keys of stage i, once these are."""
         refs, pipeline = self.refs, self.program.pipeline
         pipeline.wait(i)
         # Addressed anew in every step of the loop.
@@ -300,9 +333,10 @@ def compute(program: Program) -> None:
     consumer, plan = Consumer.start(program), program.plan
     total = jnp.zeros((ROWS, plan.block_kv), F32)
     add = functools.partial(_add, consumer)
-    _, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
+    i, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
     (output,) = program.outputs
-    program.store(output.at(consumer.where), total * program.spec.dropout_scale)
+    total = total * program.spec.dropout_scale
+    program.store(output.at(consumer.where), total, i > 0)
 
 
 def _add(consumer: Consumer, index, state):
@@ -335,11 +369,14 @@ def _visit(consumer: Consumer, index, i, where, masked, total) -> jax.Array:
     plan, pipeline = consumer.plan, program.pipeline
 
     def gradient(qk_acc, dp_acc):
-        consumer.issue(qk_acc, i)
-        consumer.issue(dp_acc, i + 1)
+        pairs = plan.pairs(spec, where, masked) if plan.loads_first else None
+        consumer.issue(qk_acc, dp_acc, i)
         qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
         pipeline.release(i)
-        again = gradients.recompute_rows(plan, spec, where, masked, qk, lse)
+        if pairs is None:
+            pairs = plan.pairs(spec, where, masked)
+        scores = pairs.scores_of(qk, plan.dtype)
+        again = pairs.recompute(scores, pairs.along(lse, "t"))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         pipeline.release(i + 1)
         pulled = again.pull(dp, again.pairs.along(delta, "t"))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -128,13 +129,36 @@ class DiagonalProgram(Program):
         own = Rows(self.warpgroup * parts, parts)
         return {**self.where, "t": own, "s": Rows(0, 2 * ROWS)}
 
-    def store(self, output, total: jax.Array) -> None:
-        scratch = self.refs.sums.at[self.warpgroup]
-        for part in range(self.plan.block_kv // ROWS):
-            pairwise.store(scratch, total, first=part * ROWS)
-            plgpu.commit_smem()  # also waits for the other threads of the warpgroup
-            store_sums(output, scratch, part)
-            plgpu.commit_smem()
+    def store(self, output, total: jax.Array, visited) -> None:
+        scratch = self.refs.sums.at[self.warpgroup, :, pl.ds(0, ROWS)]
+        parts = range(self.plan.block_kv // ROWS)
+
+        @pl.when(visited)
+        def _():
+            for part in parts:
+                pairwise.store(scratch, total, first=part * ROWS)
+                plgpu.commit_smem()  # also waits for the warpgroup's other threads
+                store_sums(output, scratch, part)
+                plgpu.commit_smem()
+
+        @pl.when(jnp.logical_not(visited))
+        def _():
+            for part in parts:
+                store_zeros(output, part)
+
+
+def store_zeros(ref, row: int) -> None:
+    """Writes what `store_sums` writes of a tile of zeros."""
+
+    @support.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def write(_, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(utils.thread_idx(), utils.c(support.WARPGROUP, i32))
+        index, f32 = ir.IndexType.get(), ir.F32Type.get()
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        memref.store(zero, ref, (utils.c(row, index), arith.index_cast(index, lane)))
+
+    write(ref)
 
 
 def store_sums(ref, tile, row: int) -> None:

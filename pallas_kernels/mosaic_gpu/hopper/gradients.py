@@ -24,7 +24,11 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import memory, plan, support
-from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
+from pallas_kernels.mosaic_gpu.barriers import (
+    NamedBarrier,
+    NamedBarriers,
+    PingPong,
+)
 from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
@@ -91,6 +95,11 @@ class Plan(plan.Plan):
         return plgpu.WGMMAAccumulatorRef((rows, columns), F32)
 
     @functools.cached_property
+    def ping_pong(self) -> PingPong:
+        """Turns of the consumers, in kernels whose consumers take turns."""
+        return self._named_barriers[1]
+
+    @functools.cached_property
     def width(self) -> dict[str, int]:
         return tuning.head_tiles(self.layout.size)
 
@@ -128,8 +137,12 @@ class Plan(plan.Plan):
 
     def sync_consumers(self) -> None:
         """Every consumer waits here for all the others."""
+        self._named_barriers[0].sync()
+
+    @functools.cached_property
+    def _named_barriers(self) -> tuple[NamedBarrier, PingPong]:
         barriers = NamedBarriers(warpgroups=self.consumers + 1)
-        barriers.barrier(self.consumers).sync()
+        return barriers.barrier(self.consumers), barriers.ping_pong(self.consumers)
 
 
 @dataclasses.dataclass(frozen=True)

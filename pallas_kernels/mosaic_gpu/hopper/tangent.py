@@ -44,7 +44,6 @@ from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, support
-from pallas_kernels.mosaic_gpu.barriers import NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import edges_first
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32
@@ -145,11 +144,6 @@ class Plan(gradients.Plan):
         of_q, of_k, of_v = (x.tangent is not None for x in operands)
         consumers = launch.blocks.block_q // ROWS
         return cls(launch, layout, consumers, inputs.q.primal.dtype, (of_q, of_k, of_v))
-
-    @functools.cached_property
-    def ping_pong(self) -> PingPong:
-        """Turns of the consumers."""
-        return NamedBarriers(self.consumers + 1).ping_pong(self.consumers)
 
     @property
     def products_of_scores(self) -> int:
