@@ -28,17 +28,16 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import device
 from pallas_kernels.core.nibbles import BYTES
 
-# Tables of `lop3`: (x & y) | z and (x & y) ^ z. ptxas joins `and` and `or` in one
-# instruction only where they are written as one, if both have constants.
-_AND_OR, _AND_XOR = "0xEA", "0x6A"
+# The table of `lop3` for (x & y) ^ z. Two instructions that have a constant each ptxas
+# leaves as two.
+_AND_XOR = "0x6A"
 # Of a register x with two columns of two rows: the PTX that makes the even column and
 # the odd one, two elements of float16 or of bfloat16, or what goes before `_TO_BFLOAT`.
 # A number of bfloat16 with the bits 0x4300 + n is 128 + n, one of float16 with those of
 # 0x6400 + n is 1024 + n, so that int8 takes one subtraction, which is exact.
 _INT8_IN_BFLOAT16 = (
-    "mov.b32 c, 0x43004300; "
-    f"lop3.b32 a, x, 0x007F007F, c, {_AND_OR}; lop3.b32 b, x, 0x00800080, c, {_AND_OR}; "
-    "fma.rn.bf16x2 $0, b, m, a;"
+    f"mov.b32 c, 0x43004300; lop3.b32 a, x, 0x007F007F, c, {_AND_XOR}; "
+    f"lop3.b32 b, x, 0x00800080, c, {_AND_XOR}; fma.rn.bf16x2 $0, b, m, a;"
 )
 _INT8_IN_FLOAT16 = (
     f"mov.b32 c, 0x64806480; lop3.b32 a, x, 0x00FF00FF, c, {_AND_XOR}; "

@@ -111,9 +111,15 @@ MUTANTS = [
             FOUR_BITS.format("instructions and bfloat16"),
         ),
         (
+            "bits of int8 and of its constant are joined in another way",
+            '_AND_XOR = "0x6A"',
+            '_AND_XOR = "0xEA"',
+            FOUR_BITS.format("instructions and int8 and float16"),
+        ),
+        (
             "four bits become other numbers of float16",
-            "mov.b32 b, 0x64086408; sub.f16x2",
-            "mov.b32 b, 0x64006400; sub.f16x2",
+            "mov.b32 c, 0x64086408; lop3",
+            "mov.b32 c, 0x64006400; lop3",
             FOUR_BITS.format("instructions and float16"),
         ),
         (

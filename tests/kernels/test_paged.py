@@ -106,9 +106,7 @@ def _executed(text: str, x: np.ndarray) -> np.ndarray:
     """What a few instructions of PTX, on words of 32 bits, make of `$1`."""
     values = {"$1": x}
     made = {
-        "and.b32": lambda a, b: a & b,
-        "or.b32": lambda a, b: a | b,
-        "xor.b32": lambda a, b: a ^ b,
+        "lop3.b32": _by_table,
         "shr.u32": lambda a, b: a >> b,
         "mov.b32": lambda a: a,
         "sub.f16x2": lambda a, b: _halves(lambda a, b: a - b, jnp.float16, a, b),
@@ -125,6 +123,16 @@ def _executed(text: str, x: np.ndarray) -> np.ndarray:
             )
             values[target] = made[name](*numbers)
     return values["$0"]
+
+
+def _by_table(a: np.ndarray, b, c, table) -> np.ndarray:
+    """Bit by bit, the bit of `table` whose number has the bits of a, b and c."""
+    found = np.zeros_like(a)
+    for i in range(32):
+        bits = [(x >> np.uint32(i)) & 1 for x in (a, b, c)]
+        number = bits[0] * 4 + bits[1] * 2 + bits[2]
+        found |= ((table >> number) & 1) << np.uint32(i)
+    return found
 
 
 def _halves(function, dtype, *words: np.ndarray) -> np.ndarray:
