@@ -100,7 +100,7 @@ class Plan(gradients.Plan):
     def takes_turns(self) -> bool:
         """Whether consumers take turns to issue products: with stages for two steps.
 
-        With fewer it took 1.2 times as long (lab 124).
+        With fewer it took 1.1 times as long (lab 125).
         """
         return self.consumers > 1 and self.stages >= 4
 
