@@ -336,7 +336,7 @@ class Layout(abc.ABC):
         # How many programs run at once was seen of these.
         timed = bool(few_rows) and 1 not in kinds and size["h"] == size["d"] == 128
         others = [size[name] for name in names]
-        self.parts = self._divided(others, splits, few_rows, even_turns=timed)
+        self.parts = self._divided(others, splits, few_rows, timed)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
@@ -384,12 +384,7 @@ class Layout(abc.ABC):
         return division.number("byte_programs" if is_byte else "few_programs")
 
     def _divided(
-        self,
-        others: list[int],
-        splits: int | None,
-        few_rows: int,
-        *,
-        even_turns: bool,
+        self, others: list[int], splits: int | None, few_rows: int, even_turns: bool
     ) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
