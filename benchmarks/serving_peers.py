@@ -119,7 +119,7 @@ class _Torch:
 
 
 def flashinfer(page: int, case: Case, cache: Cache) -> Program:
-    """Written for `flashinfer-python` 0.6, and not run with it."""
+    """`flashinfer-python` 0.6.18, which compiles its modules at its first call."""
     _one_query(case)
     import flashinfer
     import torch
