@@ -201,14 +201,12 @@ def _of_tcgen05(
     elif stages == 1:
         need += every + pairs * min(pair_bytes, 2) if again else every / 2
     else:
-        # Products of two parts of a head wait for each other: a buffer less.
-        waiting = len(tables.pieces(heads[0])) > 1
-        need += stages * every + again - streamed * heads[0] * width * waiting
+        need += stages * every + again
     # What is made of pairs in other layouts passes through it, too.
     bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
     need += has_bits * bits * (1 + owns_keys) if kernel != "dbias" else 0
     ahead += (8 if owns_keys else 4) * stages * streamed  # what queries or keys have
-    has_sums = blocks.num_warps == 8 and kernel != "dbias"
+    has_sums = blocks.num_warps == 8 and not owns_keys and kernel != "dbias"
     return need + ahead + (_BESIDE_8_WARPS if has_sums else _BESIDE)
 
 
@@ -265,9 +263,12 @@ def _of_mma_sync(
             left = max(left, again) + (2 * pairs if is_split else 0)
         ahead = keys + values + pairs * pair_bytes + rows
         need = resident + (stages - 1) * ahead + left
-    elif itemsize > 2:  # a tile at a time
-        need = streamed * max(loaded) * width + rows
-        need += resident * _IN_PIECES / width + left if is_split else resident
+    elif is_split:  # a tile at a time
+        tile = streamed * max(loaded) * width
+        need = resident * _IN_PIECES / width + tile + left + rows
+    elif itemsize > 2:  # where "highest" is not in pieces, tangents are beside theirs
+        need = resident + max(keys, values) + rows
+        need += 8 * pairs if kernel == "tangent" else 0
     else:  # in the order of products, and of heads in pieces a piece
         of_kernel = {
             "forward": max(keys, values + left),

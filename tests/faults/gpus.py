@@ -55,8 +55,8 @@ MUTANTS = [
         "pallas_kernels/triton/tuning.py",
         (
             "a buffer too few where two products read a block",
-            "need += stages * every + again - streamed",
-            "need += stages * every - streamed",
+            "need += stages * every + again",
+            "need += stages * every",
             f"{CLASSES} -k estimates",
         ),
         (
@@ -241,8 +241,8 @@ MUTANTS = [
         ),
         (
             "a buffer for each stage of float32",
-            "        last = max(streamed * most * read, passing)",
-            "        last = max(every, passing)",
+            "last = max(streamed * most * read, passing)",
+            "last = max(every, passing)",
             f"{ESTIMATES} -k wgmma",
         ),
         (
@@ -253,9 +253,9 @@ MUTANTS = [
         ),
         (
             "what no GPU has timed chosen on Hopper",
-            "    if itemsize <= 2 and kernel",
-            "    if itemsize <= 8 or kernel",
-            f"{ESTIMATES} -k not_timed",
+            'if itemsize <= 2 and kernel != "dbias":',
+            "if True:",
+            f"{ESTIMATES} -k was_not_timed",
         ),
     ),
     *of(
