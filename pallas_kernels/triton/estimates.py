@@ -246,8 +246,8 @@ def _of_mma_sync(
         ahead = (own + streamed) * sizes + pairs * pair_bytes + rows
         once = streamed * heads[0] * itemsize if itemsize > 2 else 0
         # A bias passes through it, or a product of pairs.
-        bias = pairs * (4 if own <= 16 else min(max(pair_bytes, itemsize), 4))
-        need = max(own * sizes + bias + once + rows, (stages - 1) * ahead)
+        passing = pairs * (4 if own <= 16 else min(max(pair_bytes, itemsize), 4))
+        need = max(own * sizes + passing + once + rows, (stages - 1) * ahead)
     elif stages > 1:
         if kernel == "dkv" and width > 2:
             if is_split:  # kept as it is loaded, not in pieces

@@ -225,7 +225,8 @@ def choose(
     for blocks in _candidates(kernel, heads, itemsize, gpu, regime):
         sizes = kernel, blocks, heads, itemsize, pair_bytes
         has_room = _room(gpu, *sizes) <= gpu.shared_memory
-        if has_room and fits(*sizes, gpu=gpu, dropout=dropout):
+        more = {"gpu": gpu, "dropout": dropout}
+        if has_room and fits(*sizes, **more):
             return dataclasses.replace(
                 blocks,
                 block_q=min(blocks.block_q, padded(rows[0])),
