@@ -31,7 +31,7 @@ _PRODUCTS = {
     "dv": (0, (1,), 1, 1),
     "dq": (1, (0,), 2, 1),
     "dbias": (0, (), 2, 0),
-    "tangent": (1, (1,), 3, 2),
+    "tangent": (0, (1,), 3, 2),
 }
 # There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
 _BESIDE = (1 << 10) + 512
@@ -68,6 +68,14 @@ def uses_tensor_memory(kernel: str, blocks: Blocks) -> bool:
     return _rows(kernel, blocks)[0] >= 64 and blocks.num_warps in (4, 8)
 
 
+def _uses_wgmma(kernel: str, blocks: Blocks) -> bool:
+    """Whether a kernel's products are `wgmma`, on a GPU that has it.
+
+    A group of 4 warps takes 64 rows; others run as on GPUs without it.
+    """
+    return _rows(kernel, blocks)[0] >= 64 and blocks.num_warps >= 4
+
+
 def shared_memory(
     kernel: str,
     blocks: Blocks,
@@ -80,8 +88,9 @@ def shared_memory(
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
-    Never less than what Triton 3.6 took of some 200 configurations that fit a GPU, of
-    some 400 compiled for a B200 and as many for GPUs of `mma.sync`.
+    Never less than what the Triton of JAX 0.11 or 0.12 took of some 900 kernels that
+    were compiled, and at most 1.3 times that (tests/triton/test_estimates.py says of
+    which kernels it is more).
 
     Args:
       kernel: one of `KERNELS`, or of those in `LIKE`.
@@ -93,38 +102,112 @@ def shared_memory(
       has_bits: whether random bits are made for each pair.
     """
     pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
-    beside = products == "tcgen05" and uses_tensor_memory(kernel, blocks)
-    if products != "wgmma" and not beside:
-        handed = 1 + has_bits  # its scores, and the bits
-        return _of_mma_sync(kernel, blocks, heads, itemsize, pair_bytes, handed)
-    pairs = blocks.block_q * blocks.block_kv
-    tiles = (blocks.num_stages - 1) * pairs * pair_bytes
-    stages: float = blocks.num_stages
+    sizes = kernel, blocks, heads, itemsize, pair_bytes
+    if products == "tcgen05" and uses_tensor_memory(kernel, blocks):
+        return math.ceil(_of_tcgen05(*sizes, has_bits))
+    if products == "wgmma" and _uses_wgmma(kernel, blocks):
+        return math.ceil(_of_wgmma(*sizes))
+    return math.ceil(_of_mma_sync(*sizes, 1 + has_bits))  # its scores, and the bits
+
+
+def _bytes(itemsize: float) -> tuple[float, float]:
+    """Bytes of an element as it is loaded, and as a product reads it."""
+    return (4, _IN_PIECES) if itemsize == SPLIT_ITEMSIZE else (itemsize, itemsize)
+
+
+def _widest_part(heads: tuple[int, int]) -> int:
+    """Elements of the largest block that a head is divided into."""
+    return max(tables.pieces(head)[0] for head in heads)
+
+
+def _of_wgmma(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int,
+) -> float:
+    """`shared_memory` where products are `wgmma`.
+
+    They run beside the loop, and what they read stays for a round: of what is loaded
+    there is a buffer for each stage. Float32 passes through registers, where it is made
+    what a product reads: there is a buffer less, and a tile, of keys or of pairs. For
+    the gradient of what is added to scores one pair of operands (q and do, k and v) is
+    loaded ahead, either of them; the other stays.
+    """
+    stages, (width, read) = blocks.num_stages, _bytes(itemsize)
     own, streamed = _rows(kernel, blocks)
     left, loaded = _heads_of_tiles(kernel, heads)
-    owns_keys = kernel in _OF_KEYS
-    if kernel == "dbias":  # every loop loads all four
-        own, streamed = 0, own + streamed
-    elif owns_keys:  # one of q and do is also wanted transposed
-        stages = max(stages, 1.5)
-        tiles += 8 * blocks.num_stages * blocks.block_q  # lse and delta
-        tiles += 4 * pairs if itemsize == 4 else 0
-    resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)])
-    need = (resident + stages * streamed * sum(loaded)) * itemsize
-    # A sum, in float32, passes through it on its way out; q may still be there.
-    held = resident * itemsize if kernel == "forward" and not beside else 0
-    need = max(need, own * max(heads) * 4 + held)
-    if beside:
-        # Products run beside the loop: the second reader of a block holds it for one
-        # round more. What is made of pairs in other layouts passes through it, too.
-        need += streamed * sum(heads[: _PRODUCTS[kernel][0]]) * itemsize
-        bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
-        tiles += 4 * blocks.num_stages * streamed  # what keys have each
-        tiles += has_bits * bits * (1 + (owns_keys or kernel == "dbias"))
-        tiles += _BESIDE if blocks.num_warps == 4 else _BESIDE_8_WARPS
-    elif kernel != "dbias" and not owns_keys:
-        tiles += 8 * blocks.num_stages * streamed  # also what keys have each
-    return int(need) + tiles
+    pairs, of_scores = blocks.block_q * blocks.block_kv, kernel == "dbias"
+    resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)]) * read
+    every, ahead = streamed * sum(loaded) * width, pairs * pair_bytes
+    if of_scores:
+        resident = own * sum(heads) * read
+        ahead = max(own, streamed) * sum(heads) * width
+    else:
+        ahead += every
+    # A tile of pairs passes to the layout of a product, if it is not loaded ahead.
+    passing = pairs * min(pair_bytes, 4) if of_scores or stages == 1 else 0
+    if itemsize > 2 or (of_scores and stages == 1):
+        most = max(heads) if read == width else _widest_part(heads)
+        last = max(streamed * most * read, passing)
+    elif stages == 1 and not _PRODUCTS[kernel][0]:
+        last = every / 2  # values in place of keys
+    else:
+        last = every + passing
+    need = resident + last + (stages - 1) * ahead
+    if not of_scores:  # a sum, in float32, passes on its way out; q may still be there
+        held = resident if kernel == "forward" else 0
+        out = own * max(heads) * 4 + held + (stages - 1) * pairs * pair_bytes
+        need = max(need, out)
+    if kernel == "tangent" and own < 16 * blocks.num_warps:
+        need += 512 * blocks.num_warps  # two warps share the sums of a row
+    return need + 8 * (stages * streamed + (own if of_scores else 0))
+
+
+def _of_tcgen05(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int,
+    has_bits: bool,
+) -> float:
+    """`shared_memory` where products are `tcgen05`, of what does not lie beside it.
+
+    Products run beside the loop: the second reader of a block holds it for one round
+    more. In float32 left operands lie in tensor memory; its three pieces do not, and
+    are made of a tile at a time, as for `wgmma`.
+    """
+    stages, (width, read) = blocks.num_stages, _bytes(itemsize)
+    own, streamed = _rows(kernel, blocks)
+    left, loaded = _heads_of_tiles(kernel, heads)
+    pairs, owns_keys = blocks.block_q * blocks.block_kv, kernel in _OF_KEYS
+    again = streamed * sum(heads[: _PRODUCTS[kernel][0]]) * width
+    tile, every = streamed * _widest_part(heads) * read, streamed * sum(loaded) * width
+    need, ahead = own * sum(left) * read, (stages - 1) * pairs * pair_bytes
+    if kernel == "dbias":  # a tile of pairs changes its layout
+        every += own * sum(heads) * width
+        ahead = pairs * min(pair_bytes, 2) if stages > 1 else 0
+        if itemsize > 2:
+            need = max((stages - 1) * every + tile, pairs * 4)
+        else:  # two of four in turn, without stages
+            need = every * stages if stages > 1 else every // sum(heads) * max(heads)
+    elif itemsize == SPLIT_ITEMSIZE:
+        need += (stages - 1) * every + tile
+    elif itemsize == 4:
+        need = stages * every if stages > 1 else every / 2
+        need += tile if kernel == "dkv" and stages > 1 else 0  # also wanted transposed
+    elif stages == 1:
+        need += every + pairs * min(pair_bytes, 2) if again else every / 2
+    else:
+        need += stages * every + again
+    # What is made of pairs in other layouts passes through it, too.
+    bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+    need += has_bits * bits * (1 + owns_keys) if kernel != "dbias" else 0
+    ahead += (8 if owns_keys else 4) * stages * streamed  # what queries or keys have
+    has_sums = blocks.num_warps == 8 and not owns_keys and kernel != "dbias"
+    return need + ahead + (_BESIDE_8_WARPS if has_sums else _BESIDE)
 
 
 def _of_mma_sync(
@@ -162,7 +245,9 @@ def _of_mma_sync(
         rows += 8 * own
         ahead = (own + streamed) * sizes + pairs * pair_bytes + rows
         once = streamed * heads[0] * itemsize if itemsize > 2 else 0
-        need = max(own * sizes + 4 * pairs + once + rows, (stages - 1) * ahead)
+        # A bias passes through it, or a product of pairs.
+        passing = pairs * (4 if own <= 16 else min(max(pair_bytes, itemsize), 4))
+        need = max(own * sizes + passing + once + rows, (stages - 1) * ahead)
     elif stages > 1:
         if kernel == "dkv" and width > 2:
             if is_split:  # kept as it is loaded, not in pieces
@@ -171,15 +256,19 @@ def _of_mma_sync(
                 resident, left = resident / 2, 0
         elif is_split:
             resident *= _IN_PIECES / width
+            if kernel in ("forward", "dv"):  # values, in registers and there
+                left = left + values if own <= 32 else max(left, values)
         if kernel == "tangent" and width > 2:  # two products read keys
             again = streamed * heads[0] * (_IN_PIECES if is_split else width)
             left = max(left, again) + (2 * pairs if is_split else 0)
         ahead = keys + values + pairs * pair_bytes + rows
         need = resident + (stages - 1) * ahead + left
-    elif is_split:
-        need = resident * _IN_PIECES / width + max(keys, values) + left + rows
-    elif itemsize > 2:  # a tile at a time
+    elif is_split:  # a tile at a time
+        tile = streamed * max(loaded) * width
+        need = resident * _IN_PIECES / width + tile + left + rows
+    elif itemsize > 2:  # where "highest" is not in pieces, tangents are beside theirs
         need = resident + max(keys, values) + rows
+        need += 8 * pairs if kernel == "tangent" else 0
     else:  # in the order of products, and of heads in pieces a piece
         of_kernel = {
             "forward": max(keys, values + left),
@@ -191,6 +280,36 @@ def _of_mma_sync(
         need = resident + rows + of_kernel.get(kernel, max(both, keys + left))
     # A sum, in float32, passes through it on its way out.
     return math.ceil(max(need, own * max((x[0] for x in summed), default=0) * 4))
+
+
+def room_on_hopper(
+    kernel: str,
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int = 0,
+) -> int:
+    """Shared memory that blocks must find on Hopper to be chosen, whatever they need.
+
+    For float32, and for the gradient of what is added to scores: as if all that a loop
+    loads had a buffer for each stage. What was chosen there before has that room, and
+    what fits without it has more stages or rows: a GPU has yet to time that
+    (benchmarks/lab/097-blocks-by-family.md). 0 for all others.
+    """
+    if itemsize <= 2 and kernel != "dbias":
+        return 0
+    pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
+    own, streamed = _rows(kernel, blocks)
+    left, loaded = _heads_of_tiles(kernel, heads)
+    if kernel == "dbias":
+        elements = stages * (own + streamed) * sum(loaded)
+        return int(elements * itemsize) + (stages - 1) * pairs * pair_bytes
+    owns_keys = kernel in _OF_KEYS
+    rounds = max(stages, 1.5) if owns_keys else stages
+    elements = own * sum(left) + rounds * streamed * sum(loaded)
+    pair_bytes *= (stages - 1) * (2 if kernel == "tangent" else 1)
+    pair_bytes += 4 if owns_keys and itemsize == 4 else 0
+    return int(elements * itemsize) + pairs * pair_bytes + 8 * stages * streamed
 
 
 def tensor_memory(

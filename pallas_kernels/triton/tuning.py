@@ -174,9 +174,15 @@ def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> 
     Args:
       kernel, heads, itemsize, gpu: as for `choose`.
     """
-    blocks = _candidates(kernel, heads, itemsize, gpu)[-1]
-    products = gpu.family.products
-    return estimates.shared_memory(kernel, blocks, heads, itemsize, products=products)
+    sizes = kernel, _candidates(kernel, heads, itemsize, gpu)[-1], heads, itemsize
+    need = estimates.shared_memory(*sizes, products=gpu.family.products)
+    return max(need, _room(gpu, *sizes))
+
+
+def _room(gpu: Gpu, *sizes) -> int:
+    """Shared memory that blocks must find to be chosen, whatever they need."""
+    is_hopper = gpu.family.products == "wgmma"
+    return estimates.room_on_hopper(*sizes) if is_hopper else 0
 
 
 def choose(
@@ -217,8 +223,10 @@ def choose(
         # One tile for all calls of such heads: rows beyond a call's are padding.
         regime, rows = _ANY_CALL, (tables.FEW_ROWS, tables.FEW_ROWS)
     for blocks in _candidates(kernel, heads, itemsize, gpu, regime):
+        sizes = kernel, blocks, heads, itemsize, pair_bytes
+        has_room = _room(gpu, *sizes) <= gpu.shared_memory
         more = {"gpu": gpu, "dropout": dropout}
-        if fits(kernel, blocks, heads, itemsize, pair_bytes, **more):
+        if has_room and fits(*sizes, **more):
             return dataclasses.replace(
                 blocks,
                 block_q=min(blocks.block_q, padded(rows[0])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.kernels import of
 
 CLASSES = "tests/triton/test_gpu_classes.py"
+ESTIMATES = "tests/triton/test_estimates.py"
 TUNING = "tests/triton/test_tuning.py"
 DESCRIBED = "tests/transforms/test_described.py"
 BLOCKS = "tests/mosaic_gpu/test_gradient_blocks.py"
@@ -54,14 +55,14 @@ MUTANTS = [
         "pallas_kernels/triton/tuning.py",
         (
             "a buffer too few where two products read a block",
-            "need += streamed * sum(heads[",
-            "need += 0 * sum(heads[",
+            "need += stages * every + again",
+            "need += stages * every",
             f"{CLASSES} -k estimates",
         ),
         (
             "dropout's bits without room",
-            'bits * (1 + (owns_keys or kernel == "dbias"))',
-            "bits * 0",
+            "has_bits * bits * (1 + owns_keys)",
+            "has_bits * bits * 0",
             f"{CLASSES} -k estimates",
         ),
         (
@@ -228,9 +229,33 @@ MUTANTS = [
         "pallas_kernels/triton/estimates.py",
         (
             "the output on its way out in place of q",
-            "own * max(heads) * 4 + held)",
-            "own * max(heads) * 4)",
+            "own * max(heads) * 4 + held +",
+            "own * max(heads) * 4 +",
             f"{CLASSES} -k estimates_of_wgmma",
+        ),
+        (
+            "programs of few rows counted as if wgmma served them",
+            "_rows(kernel, blocks)[0] >= 64 and blocks.num_warps >= 4",
+            "True",
+            f"{ESTIMATES} -k wgmma",
+        ),
+        (
+            "a buffer for each stage of float32",
+            "last = max(streamed * most * read, passing)",
+            "last = max(every, passing)",
+            f"{ESTIMATES} -k wgmma",
+        ),
+        (
+            "left operands of float32 not in tensor memory",
+            "need = stages * every if stages > 1 else every / 2",
+            "need += stages * every if stages > 1 else every / 2",
+            f"{ESTIMATES} -k tcgen05",
+        ),
+        (
+            "what no GPU has timed chosen on Hopper",
+            'if itemsize <= 2 and kernel != "dbias":',
+            "if True:",
+            f"{ESTIMATES} -k was_not_timed",
         ),
     ),
     *of(

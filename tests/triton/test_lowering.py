@@ -150,37 +150,6 @@ def test_lowers_for_several_described_gpus():
     assert "tensor<2x64x2x64xbf16>" in line.split(" : ")[-1]
 
 
-# (kernel, blocks, head size, bytes of an element, what Triton 3.6 took)
-COMPILED = [
-    ("forward", (128, 128, 8, 3), 128, 2, 229376),
-    ("forward", (32, 32, 8, 2), 512, 2, 100352),
-    ("forward", (32, 16, 8, 2), 512, 4, 133376),
-    ("dq", (128, 64, 8, 3), 128, 2, 163840),
-    ("dq", (32, 16, 4, 1), 256, 4, 98304),
-    ("dq", (16, 16, 8, 2), 512, 4, 163840),
-    ("dkv", (64, 128, 8, 3), 128, 2, 164864),
-    ("dkv", (16, 32, 4, 1), 256, 4, 116736),
-    ("dkv", (16, 16, 4, 1), 256, 4, 82944),
-    ("dkv", (32, 32, 8, 2), 512, 2, 133376),
-    ("dk", (32, 128, 8, 2), 256, 2, 196864),
-    ("dv", (64, 128, 8, 2), 256, 2, 196864),
-    ("dkv", (64, 16, 8, 1), 512, 2, 229376),
-    ("dkv", (16, 16, 8, 1), 512, 4, 164864),
-    ("dkv", (32, 16, 8, 1), 512, 4, 264192),
-    ("forward", (128, 32, 8, 1), 256, 2, 131072),
-    ("forward", (128, 32, 8, 3, None, 1), 256, 2, 131072),
-    ("forward", (64, 64, 4, 3, None, 1), 128, 2, 98304),
-    ("dq", (64, 64, 4, 3, None, 2), 128, 2, 98304),
-]
-
-
-@pytest.mark.parametrize(("kernel", "blocks", "head", "itemsize", "bytes_"), COMPILED)
-def test_shared_memory_is_not_underestimated(kernel, blocks, head, itemsize, bytes_):
-    blocks = configs.Blocks(*blocks)
-    estimate = estimates.shared_memory(kernel, blocks, (head, head), itemsize)
-    assert bytes_ <= estimate
-
-
 def test_a_gpu_with_too_little_shared_memory_says_so(monkeypatch):
     x = jax.ShapeDtypeStruct((1, 64, 1, 512), jnp.float32)
     call = functools.partial(attention, implementation="triton")
