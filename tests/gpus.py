@@ -99,12 +99,8 @@ class Kernel:
 
         In several stages a loop for the gradient of what is added to scores loads two
         operands ahead, all four or none, by what it sums over and by the compiler.
-        In one stage tangents of float32 take more in precision "highest", if its pieces
-        do not fit.
         """
         several = (self.blocks[3] or 1) > 1
-        if self.name == "tangent" and not several:
-            return 1.4
         return 2 if several and self.name not in _OF_ROWS else 1.3
 
     def warps(self, target: Target) -> int:

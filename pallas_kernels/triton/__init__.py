@@ -129,7 +129,8 @@ def _unfit(kernel: str, call: Call) -> str | None:
         return f"{odd} of {field} is no power of two"
     if call.interpret:
         return None
-    gpu, itemsize = device.gpu(), jnp.dtype(call.dtype).itemsize
+    gpu = device.gpu()
+    itemsize, _ = _products(kernel, call.dtype, call.precision, heads, gpu)
     limit, least = gpu.shared_memory, tuning.smallest(kernel, heads, itemsize, gpu)
     needs = f"head size {largest} in {jnp.dtype(call.dtype).name} needs"
     if blocks and least <= limit and not any(n % 16 for n in call.head_sizes):
@@ -158,20 +159,31 @@ def _head_blocks(operands) -> tuple[int, int]:
     return sum(tables.pieces(size["h"])), sum(tables.pieces(size["d"]))
 
 
+def _products(kernel: str, dtype, precision, heads: tuple[int, int], gpu: device.Gpu):
+    """Bytes of an element and the precision of products that a GPU has room for.
+
+    As `support.product_precision`, but of float32 as it is where pieces do not fit.
+    """
+    found = support.product_precision(dtype, precision, False)
+    in_pieces = found[0] == estimates.SPLIT_ITEMSIZE
+    if in_pieces and tuning.smallest(kernel, heads, found[0], gpu) > gpu.shared_memory:
+        return estimates.OWN_ITEMSIZE, precision
+    return found
+
+
 def _launch(kernel: str, config, precision, operands, spec) -> Launch:
     size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
     heads = _head_blocks(operands)
     gpu = device.gpu()
-    itemsize, product = support.product_precision(dtype, precision, interpret)
-    least = tuning.smallest(kernel, heads, itemsize, gpu)
-    if least > gpu.shared_memory:  # float32 as it is
-        itemsize, product = jnp.dtype(dtype).itemsize, precision
-        least = tuning.smallest(kernel, heads, itemsize, gpu)
     if interpret:  # no memory of a GPU is asked for
+        itemsize, product = support.product_precision(dtype, precision, True)
+        least = tuning.smallest(kernel, heads, itemsize, gpu)
         enough = max(gpu.shared_memory, least)
         gpu = dataclasses.replace(gpu, shared_memory=enough)
+    else:
+        itemsize, product = _products(kernel, dtype, precision, heads, gpu)
     blocks = tuning.choose(
         kernel,
         config,

@@ -13,6 +13,9 @@ from pallas_kernels.configs import Blocks
 # Bytes, at most, that an element of float32 took of some 30 configurations whose
 # products are made of three pieces in bfloat16 (`support.product_precision`).
 SPLIT_ITEMSIZE = 5.5
+# As much, of some five whose products are float32's own, without tensor cores: in
+# "highest", where three pieces do not fit.
+OWN_ITEMSIZE = 4.0625
 # Bytes of the three pieces of an element, each in bfloat16.
 _IN_PIECES = 6
 
@@ -96,17 +99,18 @@ def shared_memory(
       kernel: one of `KERNELS`, or of those in `LIKE`.
       blocks: the blocks.
       heads: padded head sizes of key and value.
-      itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
+      itemsize: bytes of an element, `SPLIT_ITEMSIZE` or `OWN_ITEMSIZE`.
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
       products: of the family of the GPU (`device.Family`).
       has_bits: whether random bits are made for each pair.
     """
     pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     sizes = kernel, blocks, heads, itemsize, pair_bytes
-    if products == "tcgen05" and uses_tensor_memory(kernel, blocks):
-        return math.ceil(_of_tcgen05(*sizes, has_bits))
-    if products == "wgmma" and _uses_wgmma(kernel, blocks):
-        return math.ceil(_of_wgmma(*sizes))
+    if itemsize != OWN_ITEMSIZE:
+        if products == "tcgen05" and uses_tensor_memory(kernel, blocks):
+            return math.ceil(_of_tcgen05(*sizes, has_bits))
+        if products == "wgmma" and _uses_wgmma(kernel, blocks):
+            return math.ceil(_of_wgmma(*sizes))
     return math.ceil(_of_mma_sync(*sizes, 1 + has_bits))  # its scores, and the bits
 
 
@@ -230,7 +234,7 @@ def _of_mma_sync(
     kept, loaded = _heads_of_tiles(kernel, heads)
     halves = loaded[: len(loaded) // 2], loaded[len(loaded) // 2 :]
     is_split = itemsize == SPLIT_ITEMSIZE
-    width = 4 if is_split else itemsize  # of what is loaded
+    width = min(itemsize, 4)  # of what is loaded
     keys, values = (streamed * sum(half) * width for half in halves)
     summed = [tables.pieces(heads[i]) for i in _PRODUCTS[kernel][1]]
     divide = own <= 64 and any(x[0] >= 128 and len(x) == 1 for x in summed)
@@ -266,9 +270,11 @@ def _of_mma_sync(
     elif is_split:  # a tile at a time
         tile = streamed * max(loaded) * width
         need = resident * _IN_PIECES / width + tile + left + rows
-    elif itemsize > 2:  # where "highest" is not in pieces, tangents are beside theirs
-        need = resident + max(keys, values) + rows
-        need += 8 * pairs if kernel == "tangent" else 0
+    elif itemsize == OWN_ITEMSIZE:  # keys and values; of tangents in turn, with pairs
+        in_turn = max(keys, values) + 8 * pairs
+        need = resident + rows + (in_turn if kernel == "tangent" else keys + values)
+    elif itemsize > 2:  # a tile at a time
+        need = resident + streamed * max(loaded) * width + rows
     else:  # in the order of products, and of heads in pieces a piece
         of_kernel = {
             "forward": max(keys, values + left),
@@ -298,6 +304,7 @@ def room_on_hopper(
     """
     if itemsize <= 2 and kernel != "dbias":
         return 0
+    itemsize = 4 if itemsize == OWN_ITEMSIZE else itemsize
     pairs, stages = blocks.block_q * blocks.block_kv, blocks.num_stages
     own, streamed = _rows(kernel, blocks)
     left, loaded = _heads_of_tiles(kernel, heads)
@@ -325,13 +332,13 @@ def tensor_memory(
     # In float32 left operands that are loaded are there, too.
     if kernel == "dbias" and itemsize > 2:
         columns += math.ceil(sum(heads) * itemsize / 4)
-    elif itemsize == 4:
+    elif itemsize in (4, OWN_ITEMSIZE):
         columns += sum(_heads_of_tiles(kernel, heads)[0])
     return -(-own // 128) * columns
 
 
 def least_shared_memory(
-    kernel: str, blocks: Blocks, heads: tuple[int, int], itemsize: int
+    kernel: str, blocks: Blocks, heads: tuple[int, int], itemsize: float
 ) -> int:
     """Shared memory in bytes that a kernel surely takes, on any GPU; 0: not known.
 
@@ -342,4 +349,4 @@ def least_shared_memory(
         return 0
     _, streamed = _rows(kernel, blocks)
     first = sum(tables.pieces(n)[0] for n in _heads_of_tiles(kernel, heads)[1])
-    return (blocks.num_stages - 1) * streamed * first * itemsize
+    return (blocks.num_stages - 1) * streamed * first * 2

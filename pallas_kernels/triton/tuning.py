@@ -18,7 +18,7 @@ from pallas_kernels.configs import KERNELS, LIKE, Blocks, Config
 from pallas_kernels.device import Gpu
 from pallas_kernels.tables import padded
 from pallas_kernels.triton import estimates, tangent_blocks
-from pallas_kernels.triton.estimates import SPLIT_ITEMSIZE
+from pallas_kernels.triton.estimates import OWN_ITEMSIZE, SPLIT_ITEMSIZE
 
 # A table of what is taken where tuned blocks do not fit, from the largest on, by kernel
 # and padded head sizes up to the key.
@@ -135,6 +135,7 @@ def _candidates(
     regime: str = "plain",
 ) -> list[Blocks]:
     """From the fastest on, each with fewer stages too; the last needs least."""
+    itemsize = 4 if itemsize == OWN_ITEMSIZE else itemsize
     size = min(max(heads), tables.HEADS[-1])  # latent keys are larger
     head, like = str(tables.bucket(size)), LIKE.get(kernel, kernel)
     tuned = _table(gpu).get(like, {}).get(head)
@@ -204,7 +205,7 @@ def choose(
       config: the caller's configuration.
       rows: query and key rows; blocks are not larger than these need.
       heads: padded head sizes of key and value.
-      itemsize: bytes of an element, or `SPLIT_ITEMSIZE`.
+      itemsize: bytes of an element, `SPLIT_ITEMSIZE` or `OWN_ITEMSIZE`.
       gpu: the GPU, with `smallest` bytes of shared memory at least.
       pair_bytes: bytes of bias and mask for each pair of query and key.
       dropout: whether bits are made for each pair.

@@ -213,6 +213,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/triton/__init__.py",
         (
+            "products of float32 itself need no more room than those of tensor cores",
+            "return estimates.OWN_ITEMSIZE, precision",
+            "return jnp.dtype(dtype).itemsize, precision",
+            f"{ESTIMATES} -k without_tensor_cores",
+        ),
+        (
             "dropout not told to the choice of blocks",
             "dropout=spec.dropout is not None,",
             "dropout=False,",

@@ -1,12 +1,17 @@
 """Estimates of shared memory, beside what compilers took of the same kernels."""
 
+import functools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jax_flash2 import attention
 from pallas_kernels.configs import Blocks
 from pallas_kernels.triton import estimates, tuning
+from tests.lowering import lower_for_gpu
 from tests.triton.test_gpu_classes import CLASSES
 
 COMPILED = json.loads(Path(__file__).with_name("compiled.json").read_text())
@@ -66,3 +71,21 @@ def test_what_was_not_timed_on_hopper_is_not_chosen(
     options = {"rows": (8192, 8192), "heads": sizes[0], "itemsize": itemsize}
     found = tuning.choose(kernel, None, gpu=gpu, pair_bytes=pairs, **options)
     assert found == Blocks(*chosen)
+
+
+def test_float32_without_tensor_cores_where_pieces_do_not_fit():
+    """Of head size 512 "highest" has no room on 99 KiB, and has on an A100's 163."""
+    x = jax.ShapeDtypeStruct((1, 96, 2, 512), jnp.float32)
+
+    def gradients(x, **options):
+        call = functools.partial(attention, implementation="triton", **options)
+        return jax.vjp(call, x, x, x)[1](x)
+
+    exact = functools.partial(gradients, precision="highest")
+    words = (
+        "head size 512 in float32 needs 128 KiB of shared memory and this GPU has 99"
+    )
+    with pytest.raises(ValueError, match=words):
+        lower_for_gpu(exact, x, device="NVIDIA L4")
+    assert "flash2_dk" in lower_for_gpu(gradients, x, device="NVIDIA L4")
+    assert "flash2_dk" in lower_for_gpu(exact, x, device="NVIDIA A100")
