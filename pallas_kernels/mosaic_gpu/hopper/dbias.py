@@ -100,17 +100,18 @@ class Plan(gradients.Plan):
     def takes_turns(self) -> bool:
         """Whether consumers take turns to issue products: with stages for two steps.
 
-        With fewer it took 1.1 times as long (lab 125).
+        With fewer these took longer (heads of 128 on an H200: benchmarks/lab/125).
         """
         return self.consumers > 1 and self.stages >= 4
 
     @property
-    def loads_first(self) -> bool:
-        """Whether what pairs load is loaded before products are issued.
+    def has_tile(self) -> bool:
+        """Whether what is added to scores comes in tiles, of two bytes for each pair.
 
-        What they read of a table takes more registers than there are.
+        Such a tile is loaded to registers before products are issued. Anything else
+        that pairs load takes more registers than there are, and comes after them.
         """
-        return not self.has_sums
+        return self.bias is not None
 
 
 class ProductStage(NamedTuple):
@@ -149,7 +150,7 @@ class Refs:
         keys = plan.head_tile("h", stages, plan.block_kv, along="s")
         pipeline = Pipeline.declare(ProductStage(rows, keys), stages, readers=consumers)
         bias = bias_full = None
-        if plan.bias is not None:
+        if plan.has_tile:
             bias = Tile(support.tile((consumers, ROWS, plan.block_kv), plan.bias))
             bias_full = plgpu.Barrier(num_barriers=consumers)
         # Rows of another length than the banks have, so that they do not meet in one.
@@ -369,14 +370,13 @@ def _visit(consumer: Consumer, index, i, where, masked, total) -> jax.Array:
     plan, pipeline = consumer.plan, program.pipeline
 
     def gradient(qk_acc, dp_acc):
-        pairs = plan.pairs(spec, where, masked) if plan.loads_first else None
+        pairs = plan.pairs(spec, where, masked) if plan.has_tile else None
         consumer.issue(qk_acc, dp_acc, i)
         qk = plgpu.wgmma_accumulator_load(qk_acc, wait_n=1)
         pipeline.release(i)
         if pairs is None:
             pairs = plan.pairs(spec, where, masked)
-        scores = pairs.scores_of(qk, plan.dtype)
-        again = pairs.recompute(scores, pairs.along(lse, "t"))
+        again = gradients.recompute_pairs(plan, pairs, qk, lse)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         pipeline.release(i + 1)
         pulled = again.pull(dp, again.pairs.along(delta, "t"))

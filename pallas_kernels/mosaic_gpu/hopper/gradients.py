@@ -197,7 +197,13 @@ def recompute_rows(
       qk: products of queries and keys.
       lse: of the queries.
     """
-    pairs = plan.pairs(spec, where, masked)
+    return recompute_pairs(plan, plan.pairs(spec, where, masked), qk, lse)
+
+
+def recompute_pairs(
+    plan: Plan, pairs: Pairs, qk: jax.Array, lse: jax.Array
+) -> Recomputed:
+    """`recompute_rows` of pairs that have loaded what they read."""
     scores = pairs.scores_of(qk, plan.dtype)
     return pairs.recompute(scores, pairs.along(lse, "t"))
 
