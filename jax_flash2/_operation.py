@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_flash2 import _backends, _partitioner, _sharding
+from jax_flash2 import _backends, _kept, _partitioner, _sharding
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.core.axes import Axes, Named, batch_axes, is_mapped, sizes
@@ -328,8 +329,8 @@ class Operation:
             return self._lower_there(context, *operands, **params)
 
     def _lower_there(self, context, *operands, problem: Problem, axes, marker):
-        lower = mlir.lower_fun(self._divided, multiple_results=True)
-        division = _sharding.explicit_division(list(map(Named, context.avals_in, axes)))
+        named = list(map(Named, context.avals_in, axes))
+        division = _sharding.explicit_division(named)
         if division is not None:
             scope = _sharding.on_mesh(division)
         else:
@@ -338,17 +339,46 @@ class Operation:
                 avals_in=list(map(_sharding.local, context.avals_in)),
                 avals_out=list(map(_sharding.local, context.avals_out)),
             )
-        params = {"problem": problem, "axes": axes, "marker": marker}
 
-        def describe() -> str:
-            """What is computed, as on one device, and of arrays with which axes."""
+        def alone() -> jax.stages.Lowered:
+            """What is computed, as on one device."""
             whole = functools.partial(self._implementation, problem=problem, axes=axes)
-            traced = jax.jit(whole).trace(*context.avals_in)
-            platforms = (device.target(),)
-            return f"{axes} {traced.lower(lowering_platforms=platforms).as_text()}"
+            traced = jax.jit(whole, keep_unused=True).trace(*context.avals_in)
+            return traced.lower(lowering_platforms=(device.target(),))
 
-        with self._context(problem, list(map(Named, context.avals_in, axes))), scope:
+        def digest() -> str | None:
+            """The same in a few bytes, if it can be said."""
+            call = problem.tree.unflatten(range(problem.tree.num_leaves))
+            types = [(x.shape, x.dtype) for x in context.avals_in]
+            static = dataclasses.replace(problem, tree=call)
+            return _kept.digest(self.name, static, axes, types)
+
+        with self._context(problem, named), scope:
+            if division is None and marker is None:
+                where = self._kept_in(problem, named, context)
+                found = digest() if where else None
+                if where and found:
+                    path = where / f"{self.name}-{found}"
+                    return _kept.lower(context, operands, self.name, path, alone)
+            lower = mlir.lower_fun(self._divided, multiple_results=True)
+            params = {"problem": problem, "axes": axes, "marker": marker}
             results = lower(context, *operands, **params)
             if marker is not None and division is None:
-                _partitioner.named(results, describe)
+                _partitioner.named(
+                    results, lambda: f"{axes} {digest() or alone().as_text()}"
+                )
             return results
+
+    def _kept_in(self, problem: Problem, operands, context) -> Path | None:
+        """Where this half of a call is kept as it was lowered; None if it is not.
+
+        What kernels of a GPU make is kept, but not in an export, which JAX lowers by
+        other rules.
+        """
+        where = _kept.folder()
+        if where is None or context.module_context.lowering_parameters.for_export:
+            return None
+        call = problem.call(operands[: len(problem.axes)])
+        backends = (_backends.BACKENDS[x] for x in self.backends(problem, operands))
+        is_compiled = not call.interpret and all(x.platform for x in backends)
+        return where if is_compiled else None

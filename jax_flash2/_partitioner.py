@@ -21,7 +21,6 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ import numpy as np
 from jax.interpreters.mlir import ir
 from jax.sharding import Mesh
 
+from jax_flash2 import _kept
 from pallas_kernels.core.axes import Named, is_batch
 
 try:
@@ -138,7 +138,7 @@ def named(results: Sequence[ir.Value], describe: Callable[[], str]) -> None:
         found = _OBJECTS[address]
     name = uuid.uuid4().hex
     if jax.config.jax_compilation_cache_dir is not None:
-        text = f"{_code()} {_devices(found)} {describe()}"
+        text = f"{_kept.code()} {_devices(found)} {describe()}"
         name = hashlib.sha256(text.encode()).hexdigest()
         digest = ir.DictAttr.get({_TARGET: ir.StringAttr.get(name)})
         attributes["mhlo.frontend_attributes"] = digest
@@ -163,22 +163,6 @@ def _devices(found) -> tuple | None:
     context = found.module_context.axis_context
     assigned = getattr(context, "device_assignment", None) or ()
     return context.num_devices, *(x.id for x in assigned)
-
-
-@functools.cache
-def _code() -> str:
-    """A digest of the code that makes programs: that of this library and of JAX."""
-    folder = Path(__file__).parent
-    files = [
-        path
-        for package in (folder, folder.parent / "pallas_kernels")
-        for path in sorted(package.rglob("*"))
-        if path.suffix in (".py", ".json")
-    ]
-    digest = hashlib.sha256(jax.__version__.encode())
-    for path in files:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # How it divides an array.

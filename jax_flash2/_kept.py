@@ -1,0 +1,189 @@
+"""Lowered halves of calls, kept beside the programs that JAX keeps.
+
+JAX's persistent compilation cache holds what XLA made of a program, under a digest of
+the program as it was lowered. So a new process traces and lowers every kernel before it
+finds anything, which takes seconds for Hopper's. Where that cache is on, a half of a
+call that kernels of a GPU make is kept as it was lowered, in the folder `jax_flash2` of
+the cache: a process that meets it again reads it.
+
+It lies under a digest of all that decides what it lowers to: the code of this library,
+the versions of JAX, the GPU, the user's tables, and the call's static fields and types.
+A field whose text may not say all of it, such as a function, leaves a call without a
+digest (`Unknown`): such a call is lowered anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
+from jaxlib.mlir.dialects import func
+
+from pallas_kernels import device, user_tables
+
+VARIABLE = "JAX_FLASH2_KEPT"
+OFF = "off"
+_FOLDER = "jax_flash2"
+# JAX's settings for kernels begin so, and variables of the environment.
+_FLAGS = ("jax_pallas", "jax_mosaic")
+_VARIABLES = "MOSAIC_GPU_"
+
+
+class Unknown(TypeError):
+    """A value of which no text is known that says all of it."""
+
+
+def folder() -> Path | None:
+    """Where lowered halves are kept; None where they are not.
+
+    In the folder of JAX's persistent compilation cache, if that is on and on a disk.
+    The environment variable `JAX_FLASH2_KEPT` set to "off" keeps none.
+    """
+    where = jax.config.jax_compilation_cache_dir
+    is_on = jax.config.jax_enable_compilation_cache
+    if not where or not is_on or "://" in where or os.environ.get(VARIABLE) == OFF:
+        return None
+    return Path(where).expanduser() / _FOLDER
+
+
+def text(x: Any) -> str:
+    """Says all of a value: those with equal texts are equal, in any process.
+
+    Raises:
+      Unknown: for a value of any other type than static fields of calls have.
+    """
+    match x:
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            if type(x) in (type(None), bool, int, float, complex, str, bytes):
+                return repr(x)
+        case np.dtype():
+            return f"dtype({x.name})"
+        case np.ndarray() | np.generic():
+            if not x.dtype.hasobject:
+                return f"array({x.dtype.name}, {x.shape}, {x.tobytes().hex()})"
+        case enum.Enum():
+            return f"{_type(x)}.{x.name}"
+        case Primitive():
+            return f"primitive({x.name})"
+        case tuple() | list():
+            return f"{_type(x)}({', '.join(map(text, x))})"
+        case frozenset() | set():
+            return f"{_type(x)}({', '.join(sorted(map(text, x)))})"
+        case Mapping():
+            items = (f"{text(k)}: {text(v)}" for k, v in x.items())
+            return f"{_type(x)}({', '.join(items)})"
+        case type():
+            return f"type({x.__module__}.{x.__qualname__})"
+    if dataclasses.is_dataclass(x):
+        fields = ((f.name, getattr(x, f.name)) for f in dataclasses.fields(x))
+        return f"{_type(x)}({', '.join(f'{n}={text(value)}' for n, value in fields)})"
+    raise Unknown(f"no text says all of a {_type(x)}")
+
+
+def _type(x) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def digest(*values) -> str | None:
+    """Of values, and of what decides how a call is lowered; None if one is unknown."""
+    try:
+        found = "\n".join((code(), *map(text, _settings()), *map(text, values)))
+    except Unknown:
+        return None
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def _settings() -> Iterator[Any]:
+    """What decides how a call is lowered, beside code and the call."""
+    gpu = device.gpu()
+    yield device.target(), gpu
+    yield {name: user_tables.read(name, gpu.kind) for name in user_tables.KNOWN}
+    if device.gpu_is_here():
+        yield jax.devices()[0].client.platform_version
+    yield jax.config.jax_enable_x64, str(jax.config.jax_default_matmul_precision)
+    flags = jax.config.values.items()
+    yield sorted((k, str(v)) for k, v in flags if k.startswith(_FLAGS))
+    yield sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES))
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the code that makes programs: that of this library and of JAX."""
+    here = Path(__file__).parent
+    files = [
+        path
+        for package in (here, here.parent / "pallas_kernels")
+        for path in sorted(package.rglob("*"))
+        if path.suffix in (".py", ".json")
+    ]
+    found = hashlib.sha256(f"{jax.__version__} {jaxlib.version.__version__}".encode())
+    for path in files:
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def lower(
+    context, operands, name: str, path: Path, make: Callable[[], jax.stages.Lowered]
+) -> list[ir.Value]:
+    """The results of a half that is read from disk, or else made and written there.
+
+    Args:
+      context: of JAX's lowering.
+      operands: values of MLIR.
+      name: of the function that is called.
+      path: where it lies.
+      make: lowers it in a module of its own.
+    """
+    data = _read(path)
+    if data is None:
+        made = make().compiler_ir()
+        assert made is not None  # it is MLIR, as ever
+        data = mlir.module_to_bytecode(made)
+        _write(path, data)
+    module = context.module_context
+    found = ir.Module.parse(data, module.context)
+    symbols = module.symbol_table
+    name = mlir.merge_mlir_modules(module.module, name, found, dst_symtab=symbols)
+    types = symbols[name].type.results
+    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands)
+    return list(call.results)
+
+
+def _read(path: Path) -> bytes | None:
+    """What was kept, if it is whole: it begins with a digest of the rest."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    return data[size:] if data[:size] == hashlib.sha256(data[size:]).digest() else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All at once: other processes may read and write it too."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"a lowered call is not kept in {path.parent}, JAX's compilation cache: "
+            f"{error}. The next process will lower it again ({VARIABLE}={OFF} keeps "
+            "none)",
+            stacklevel=2,
+        )
