@@ -1,15 +1,17 @@
 """The shared memory of the Mosaic GPU kernels is what they declare."""
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_flash2 import attention
 from pallas_kernels import device
 from pallas_kernels.mosaic_gpu import memory, shared_memory
 from tests.cases import by_name
-from tests.lowering import string_attributes
+from tests.lowering import lower_for_gpu, string_attributes
 from tests.modules import without_locations
 from tests.mosaic import lowered, off_hopper, with_heads
 from tests.tiers import deeply
@@ -42,3 +44,26 @@ def test_gradients(name, head, any_size, monkeypatch):
     assert sorted(map(asked, modules)) == sorted(declared)
     assert len(declared) == (2 if head == 160 else 3)
     assert max(declared) <= device.shared_memory_limit()
+
+
+@off_hopper
+def test_gradients_of_distances_take_little():
+    """A tile's sums along its diagonals are far fewer than its pairs."""
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((2, 257), jnp.float32)
+
+    def gradients(q, table):
+        def call(q, table):
+            def of_distance(score, b, h, i, j):
+                return score + table[h, jnp.clip(i - j, -128, 128) + 128]
+
+            return attention(q, q, q, score_mod=of_distance, is_causal=True)
+
+        out, vjp = jax.vjp(call, q, table)
+        return vjp(out)
+
+    text = lower_for_gpu(gradients, q, table)
+    kernels = [x for x in text.splitlines() if "@mosaic_gpu_v2" in x]
+    results = [re.findall(r"tensor<([\dx]+)x", x.split("->")[-1]) for x in kernels]
+    sizes = [math.prod(map(int, x.split("x"))) for found in results for x in found]
+    assert len(kernels) == 3 and max(sizes) == q.size

@@ -59,7 +59,7 @@ def ddistance(
     inputs, block = Inputs(q, k, v, spec, Saved(*saved)), launch.blocks.block_q
     count, parts = number_of_diagonals(sizes([q, k]), block), block // ROWS
     shape = (*lead.shape, count, parts**2, 2 * ROWS)
-    output = Named(jax.ShapeDtypeStruct(shape, F32), (*lead.axes, "e", "t", "s"))
+    output = Named(jax.ShapeDtypeStruct(shape, F32), (*lead.axes, "e", "w", "s"))
     diagonals = Named(jax.ShapeDtypeStruct(shape[:-2], F32), (*lead.axes, "e"))
     operands = inputs.with_outputs([diagonals])
     whole = dataclasses.replace(launch, splits=1)
@@ -127,7 +127,7 @@ class DiagonalProgram(Program):
     def result(self) -> Where:
         parts = self.plan.block_kv // ROWS
         own = Rows(self.warpgroup * parts, parts)
-        return {**self.where, "t": own, "s": Rows(0, 2 * ROWS)}
+        return {**self.where, "w": own, "s": Rows(0, 2 * ROWS)}
 
     def store(self, output, total: jax.Array, visited) -> None:
         scratch = self.refs.sums.at[self.warpgroup, :, pl.ds(0, ROWS)]
