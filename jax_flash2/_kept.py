@@ -21,7 +21,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,26 @@ def _type(x) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
-def digest(*values) -> str | None:
-    """Of values, and of what decides how a call is lowered; None if one is unknown."""
+def digest(backends: Sequence[str], *values) -> str | None:
+    """Of values, and of what decides how a call is lowered; None if one is unknown.
+
+    Args:
+      backends: which make the call.
+    """
+    settings = _settings(backends)
     try:
-        found = "\n".join((code(), *map(text, _settings()), *map(text, values)))
+        found = "\n".join((code(), *map(text, settings), *map(text, values)))
     except Unknown:
         return None
     return hashlib.sha256(found.encode()).hexdigest()
 
 
-def _settings() -> Iterator[Any]:
+def _settings(backends: Sequence[str]) -> Iterator[Any]:
     """What decides how a call is lowered, beside code and the call."""
     gpu = device.gpu()
     yield device.target(), gpu
-    yield {name: user_tables.read(name, gpu.kind) for name in user_tables.KNOWN}
+    tuned = [x for x in backends if x in user_tables.KNOWN]
+    yield tuple(backends), [user_tables.read(x, gpu.kind) for x in tuned]
     if device.gpu_is_here():
         yield jax.devices()[0].client.platform_version
     yield jax.config.jax_enable_x64, str(jax.config.jax_default_matmul_precision)

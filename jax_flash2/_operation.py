@@ -351,11 +351,12 @@ class Operation:
             call = problem.tree.unflatten(range(problem.tree.num_leaves))
             types = [(x.shape, x.dtype) for x in context.avals_in]
             static = dataclasses.replace(problem, tree=call)
-            return _kept.digest(self.name, static, axes, types)
+            return _kept.digest(backends, self.name, static, axes, types)
 
+        backends = self.backends(problem, named)
         with self._context(problem, named), scope:
             if division is None and marker is None:
-                where = self._kept_in(problem, named, context)
+                where = self._kept_in(problem, backends, context)
                 found = digest() if where else None
                 if where and found:
                     path = where / f"{self.name}-{found}"
@@ -369,7 +370,7 @@ class Operation:
                 )
             return results
 
-    def _kept_in(self, problem: Problem, operands, context) -> Path | None:
+    def _kept_in(self, problem: Problem, backends, context) -> Path | None:
         """Where this half of a call is kept as it was lowered; None if it is not.
 
         What kernels of a GPU make is kept, but not in an export, which JAX lowers by
@@ -378,7 +379,6 @@ class Operation:
         where = _kept.folder()
         if where is None or context.module_context.lowering_parameters.for_export:
             return None
-        call = problem.call(operands[: len(problem.axes)])
-        backends = (_backends.BACKENDS[x] for x in self.backends(problem, operands))
-        is_compiled = not call.interpret and all(x.platform for x in backends)
-        return where if is_compiled else None
+        call = problem.tree.unflatten(range(problem.tree.num_leaves))
+        of_gpus = all(_backends.BACKENDS[name].platform for name in backends)
+        return where if of_gpus and not call.interpret else None

@@ -124,9 +124,21 @@ MUTANTS = [
             "tests/transforms/test_kept.py -k settings",
         ),
         (
+            "kept under a name without the user's tables",
+            "[user_tables.read(x, gpu.kind) for x in tuned]",
+            "len(tuned)",
+            "tests/transforms/test_kept.py -k settings",
+        ),
+        (
+            "kept under a name with every backend's tables",
+            "[x for x in backends if x in user_tables.KNOWN]",
+            "list(user_tables.KNOWN)",
+            "tests/transforms/test_kept.py -k others_imported",
+        ),
+        (
             "kept under a name without the call's values",
-            "*map(text, _settings()), *map(text, values)",
-            "*map(text, _settings())",
+            "*map(text, settings), *map(text, values)",
+            "*map(text, settings)",
             "tests/transforms/test_kept.py -k what_decides",
         ),
         (
@@ -155,8 +167,8 @@ MUTANTS = [
         ),
         (
             "interpreted kernels are kept",
-            "not call.interpret and all(x.platform for x in backends)",
-            "all(x.platform for x in backends)",
+            "where if of_gpus and not call.interpret else",
+            "where if of_gpus else",
             "tests/transforms/test_kept.py -k interpreted",
         ),
         (

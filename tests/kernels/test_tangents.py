@@ -191,8 +191,9 @@ def test_a_bias_alone_has_a_tangent():
 
     def pushed(implementation):
         def call(bias):
-            options = {"implementation": implementation, "return_residual": True}
-            return attention(q, k, v, bias, config=Config(SMALL), **options)
+            options = {"implementation": implementation, "precision": "highest"}
+            options |= {"return_residual": True, "config": Config(SMALL)}
+            return attention(q, k, v, bias, **options)
 
         return jax.jvp(call, (bias,), (along,))[1]
 
