@@ -160,8 +160,11 @@ def test_settings_are_in_the_name(monkeypatch):
     assert digest(1) == found[-1]
 
 
-def test_backends_that_others_imported_are_not_in_the_name(monkeypatch):
+def test_what_others_imported_is_not_in_the_name(monkeypatch):
+    """Their tables, and where JAX finds Mosaic GPU's libraries."""
+    monkeypatch.delenv("MOSAIC_GPU_RUNTIME_LIB_PATH", raising=False)
     first = _kept.digest(["triton"], 1)
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "there")
     monkeypatch.setitem(user_tables.KNOWN, "another", user_tables.KNOWN["triton"])
     assert _kept.digest(["triton"], 1) == first
 
