@@ -104,7 +104,7 @@ def _(primals, tangents):
         tangent = jnp.sum(jnp.where(is_there, tangents[0], 0), axis=-1)
         tangent = jnp.broadcast_to(tangent, found.shape)
         # Its transpose reads a cotangent for each element of the table. So XLA may not
-        # join to that what makes the cotangents (0.16 to 0.05 ms, benchmarks/lab/125).
+        # join to that what makes the cotangents (benchmarks/lab/125).
         return found, jax.lax.optimization_barrier(tangent)
     kept = [i for i, n in enumerate(lead) if n > 1]
     others = [i for i, n in enumerate(lead) if n == 1]
