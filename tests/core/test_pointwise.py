@@ -403,6 +403,20 @@ def test_derivatives_of_reads(size):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
+def test_a_number_is_in_the_sum_of_its_place_alone():
+    """Whatever it is, also where a sum is made in parts; others are rounded as ever."""
+    count, size = 2 * 16384 + 5, 9
+    x = np.float32(RNG.standard_normal((N, count)))
+    places = np.sort(RNG.integers(-1, size - 1, (1, count)).astype(np.int32))
+    x[0, 0], x[0, -1], x[1, -9] = np.inf, -np.inf, np.nan  # the first is in no sum
+    expected = np.zeros((N, size))
+    at = np.arange(N)[:, None], np.broadcast_to(places, x.shape)
+    np.add.at(expected, at, np.where(places < 0, 0, np.float64(x)))
+    found = jax.jit(tables.summed_by_comparison, static_argnums=2)(x, places, size)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+    assert np.isfinite(found).sum() == N * size - 2
+
+
 @pytest.mark.parametrize(("t", "s", "b"), [(24, 30, 8), (9, 4, 4)])
 def test_sums_along_diagonals(t, s, b):
     """Of a matrix, and of tiles summed along their own."""

@@ -291,6 +291,18 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/pointwise/tables.py",
         (
+            "a long sum is its first part alone",
+            "found = [jnp.sum(y, axis=-2) for y in found]",
+            "found = [y[..., 0, :] for y in found]",
+            "tests/core/test_pointwise.py -k sum_of_its_place",
+        ),
+        (
+            "infinite numbers times 0 are in the sums of other places",
+            "jnp.sum(jnp.where(places == some, x, 0), axis=-1)",
+            "jnp.sum((places == some) * x, axis=-1)",
+            "tests/core/test_pointwise.py -k sum_of_its_place",
+        ),
+        (
             "places of a table in the order of pairs",
             "return a_begins | b_begins, jnp.where(b_begins, right, left + right)",
             "return a_begins | b_begins, left + right",
