@@ -9,7 +9,7 @@ OFFSET = "tests/kernels/test_mods.py -k 'begin_at_the_offset'"
 SOUND = "tests/core/test_pointwise.py -k sound"
 
 WORDS = "tests/core/test_pointwise.py -k words"
-DIAGONALS = "tests/core/test_pointwise.py -k along_diagonals"
+DIAGONALS = "tests/core/test_tables.py -k along_diagonals"
 KNOWN = "tests/core/test_known_masks.py"
 
 MUTANTS = [
@@ -291,16 +291,28 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/pointwise/tables.py",
         (
+            "a long sum is its first part alone",
+            "found = [jnp.sum(y, axis=-2) for y in found]",
+            "found = [y[..., 0, :] for y in found]",
+            "tests/core/test_tables.py -k sum_of_its_place",
+        ),
+        (
+            "infinite numbers times 0 are in the sums of other places",
+            "jnp.sum(jnp.where(places == some, x, 0), axis=-1)",
+            "jnp.sum((places == some) * x, axis=-1)",
+            "tests/core/test_tables.py -k sum_of_its_place",
+        ),
+        (
             "places of a table in the order of pairs",
             "return a_begins | b_begins, jnp.where(b_begins, right, left + right)",
             "return a_begins | b_begins, left + right",
-            "tests/core/test_pointwise.py -k sums_of_a_table",
+            "tests/core/test_tables.py -k sums_of_a_table",
         ),
         (
             "places that no pair read have a gradient",
             "return jnp.where(is_met, jnp.take_along_axis(sums, last, axis=-1), 0)",
             "return jnp.take_along_axis(sums, last, axis=-1)",
-            "tests/core/test_pointwise.py -k sums_of_a_table",
+            "tests/core/test_tables.py -k sums_of_a_table",
         ),
     ),
     *of(

@@ -20,6 +20,10 @@ from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to
 
 # Elements of a table up to which a gradient takes no sorting.
 _FEW = 512
+# Of such a table: places that read a number at once, and numbers of a place that XLA
+# adds in one kernel. It cuts a longer sum into ones of 132, each a warp's
+# (98 us for 32 x 16,896 numbers and 257 places on an H200, benchmarks/lab/125).
+_AT_ONCE, _LONGEST = 4, 1 << 14
 # Beyond the distances between rows: the last block of a kernel may overhang them.
 OVERHANG = 256
 
@@ -99,13 +103,6 @@ def _(primals, tangents):
     table, index = primals
     found = take(table, index)
     *lead, size = table.shape
-    if size <= _FEW:  # for each element a sum over all places
-        is_there = index[..., None] == jnp.arange(size, dtype=index.dtype)
-        tangent = jnp.sum(jnp.where(is_there, tangents[0], 0), axis=-1)
-        tangent = jnp.broadcast_to(tangent, found.shape)
-        # Its transpose reads a cotangent for each element of the table. So XLA may not
-        # join to that what makes the cotangents (benchmarks/lab/125).
-        return found, jax.lax.optimization_barrier(tangent)
     kept = [i for i, n in enumerate(lead) if n > 1]
     others = [i for i, n in enumerate(lead) if n == 1]
 
@@ -116,7 +113,8 @@ def _(primals, tangents):
     def summed(x: jax.Array) -> jax.Array:
         shape = [index.shape[i] if i in kept else n for i, n in enumerate(x.shape)]
         places = jnp.broadcast_to(index, shape)
-        return summed_by_place(rows(x), rows(places), size).reshape(table.shape)
+        by_place = summed_by_comparison if size <= _FEW else summed_by_place
+        return by_place(rows(x), rows(places), size).reshape(table.shape)
 
     # Its transpose: that of a gather would add in any order on a GPU.
     struct = jax.ShapeDtypeStruct(found.shape, found.dtype)
@@ -200,6 +198,33 @@ def gradient(x: Named, places: Named, axes: Axes) -> jax.Array:
     )
     found = summed_by_place(value, at, int(str(whole)[1:]))
     return Named(found, (*lead, whole)).to(axes)
+
+
+def summed_by_comparison(x: jax.Array, places: jax.Array, size: int) -> jax.Array:
+    """As `summed_by_place`, for few places: each number is compared with all of them.
+
+    Args:
+      x: [*axes, n], the numbers.
+      places: int32 [*axes, n]; a number whose place is none of `size` is in no sum.
+    """
+    # XLA may not join what makes the numbers to sums that read each of them often.
+    x, count = jax.lax.optimization_barrier(x), x.shape[-1]
+    parts = max(1, -(-count // _LONGEST))
+    rest = [(0, 0)] * (x.ndim - 1) + [(0, -count % parts)]
+
+    def cut(x: jax.Array, filled: int) -> jax.Array:
+        x = jnp.pad(x, rest, constant_values=filled)
+        return x.reshape(*x.shape[:-1], parts, 1, -1)
+
+    x, places = cut(x, 0), cut(places, -1)
+    numbers = jnp.arange(size + -size % _AT_ONCE, dtype=places.dtype)
+    found = [
+        jnp.sum(jnp.where(places == some, x, 0), axis=-1)
+        for some in numbers.reshape(_AT_ONCE, -1, 1)
+    ]
+    found = jax.lax.optimization_barrier(found)  # or XLA joins the parts and cuts anew
+    found = [jnp.sum(y, axis=-2) for y in found]
+    return jnp.concatenate(found, axis=-1)[..., :size]
 
 
 def summed_by_place(x: jax.Array, places: jax.Array, size: int) -> jax.Array:
