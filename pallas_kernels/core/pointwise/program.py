@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,7 +165,7 @@ class Program:
                 return tanh(args[0])
             return step.bound(*args)
 
-        return self.run(inputs, read, rule)
+        return compared_by_sign(self).run(inputs, read, rule)
 
     def found(self, inputs: Sequence, arrays: Sequence) -> list[jax.Array]:
         """What each read finds, as `on_blocks` does."""
@@ -303,6 +304,57 @@ def only_live(program: Program, outputs: Sequence[Argument]) -> Program:
         step = program.steps[number]
         steps.append(step._replace(args=renumbered(step.args, new)))
     return Program(program.inputs, tuple(steps), renumbered(outputs, new))
+
+
+@functools.lru_cache(maxsize=1024)
+def compared_by_sign(program: Program) -> Program:
+    """The same with x <= y and -x <= y in place of |x| <= y, of integers.
+
+    For the lowest integer, too, whose absolute value is itself. XLA writes |x| as
+    max(x, -x), joins two such comparisons to one with the larger number, and of that
+    ptxas before CUDA 13.4 loses the sign on Hopper and Blackwell (`build.Build`).
+    """
+    first = len(program.inputs)
+    new: dict[int, int] = {i: i for i in range(first)}
+    steps: list[Step] = []
+
+    def add(step: Step) -> int:
+        steps.append(step)
+        return first + len(steps) - 1
+
+    def moved(x: Argument) -> Argument:
+        return x if isinstance(x, Constant) else new[x]
+
+    for number, step in enumerate(program.steps):
+        args = tuple(map(moved, step.args))
+        found = step._replace(args=args)
+        for side, name in itertools.product((0, 1), ("le", "lt", "ge", "gt")):
+            absolute = _absolute(program, step, side) if step.name == name else None
+            if absolute is None:
+                continue
+            x = moved(absolute.args[0])
+            opposite = add(Step(jax.lax.neg_p, (), (x,), absolute.dtype))
+            each = [
+                add(step._replace(args=(y, args[1]) if side == 0 else (args[0], y)))
+                for y in (x, opposite)
+            ]
+            is_bound = (name in ("le", "lt")) == (side == 0)  # from above
+            joined = jax.lax.and_p if is_bound else jax.lax.or_p
+            found = Step(joined, (), tuple(each), "bool")
+            break
+        new[first + number] = add(found)
+    outputs = tuple(map(moved, program.outputs))
+    changed = dataclasses.replace(program, steps=tuple(steps), outputs=outputs)
+    return program if len(steps) == len(program.steps) else only_live(changed, outputs)
+
+
+def _absolute(program: Program, step: Step, side: int) -> Step | None:
+    """The step that makes an argument, if that is the absolute value of an integer."""
+    x, first = step.args[side], len(program.inputs)
+    if isinstance(x, Constant) or x < first:
+        return None
+    made = program.steps[x - first]
+    return made if made.name == "abs" and made.dtype.startswith("int") else None
 
 
 def compact(program: Program) -> tuple[Program, list[int]]:
