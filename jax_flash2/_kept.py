@@ -14,12 +14,13 @@ digest (`Unknown`): such a call is lowered anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import hashlib
 import os
-import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,12 +36,19 @@ from jaxlib.mlir.dialects import func
 
 from pallas_kernels import device, user_tables
 
+try:
+    from jax._src import config as settings
+except ImportError:  # a private name: contexts are then not seen
+    settings = None
+
 VARIABLE = "JAX_FLASH2_KEPT"
 OFF = "off"
 _FOLDER = "jax_flash2"
 # JAX's settings for kernels begin so, and variables of the environment.
 _FLAGS = ("jax_pallas", "jax_mosaic")
 _VARIABLES = "MOSAIC_GPU_"
+# `set_xla_metadata` and `compute_on`, as JAX keeps them.
+_CONTEXTS = ("xla_metadata_context_manager", "compute_on_context_manager")
 
 
 class Unknown(TypeError):
@@ -101,12 +109,20 @@ def _type(x) -> str:
 def digest(backends: Sequence[str], *values) -> str | None:
     """Of values, and of what decides how a call is lowered; None if one is unknown.
 
+    So it is, too, if a file of the code has changed since it was imported, or in a
+    context that JAX writes into all that is lowered there.
+
     Args:
       backends: which make the call.
     """
-    settings = _settings(backends)
+    contexts = (getattr(settings, name, None) for name in _CONTEXTS)
+    if any(getattr(x, "value", None) is not None for x in contexts):
+        return None
+    if _states() != _IMPORTED:
+        return None
+    of_all = _settings(backends)
     try:
-        found = "\n".join((code(), *map(text, settings), *map(text, values)))
+        found = "\n".join((code(), *map(text, of_all), *map(text, values)))
     except Unknown:
         return None
     return hashlib.sha256(found.encode()).hexdigest()
@@ -128,18 +144,32 @@ def _settings(backends: Sequence[str]) -> Iterator[Any]:
     yield sorted(x for x in variables if not x[0].endswith("_PATH"))
 
 
-@functools.cache
-def code() -> str:
-    """A digest of the code that makes programs: that of this library and of JAX."""
+def _files() -> list[Path]:
     here = Path(__file__).parent
-    files = [
+    return [
         path
         for package in (here, here.parent / "pallas_kernels")
         for path in sorted(package.rglob("*"))
         if path.suffix in (".py", ".json")
     ]
+
+
+def _states() -> list[tuple]:
+    """Of the files of this library, which change when one is written."""
+    found = ((path, path.stat()) for path in _files())
+    return [(p, x.st_mtime_ns, x.st_ctime_ns, x.st_size, x.st_ino) for p, x in found]
+
+
+_IMPORTED = _states()
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the code that makes programs: that of this library and of JAX."""
+    here = Path(__file__).parent.parent
     found = hashlib.sha256(f"{jax.__version__} {jaxlib.version.__version__}".encode())
-    for path in files:
+    for path in _files():
+        found.update(path.relative_to(here).as_posix().encode())
         found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -156,19 +186,29 @@ def lower(
       path: where it lies.
       make: lowers it in a module of its own.
     """
-    data = _read(path)
-    if data is None:
+    module = context.module_context
+    found = _parsed(_read(path), module.context)
+    if found is None:
         made = make().compiler_ir()
         assert made is not None  # it is MLIR, as ever
         data = mlir.module_to_bytecode(made)
         _write(path, data)
-    module = context.module_context
-    found = ir.Module.parse(data, module.context)
+        found = ir.Module.parse(data, module.context)
     symbols = module.symbol_table
     name = mlir.merge_mlir_modules(module.module, name, found, dst_symtab=symbols)
     types = symbols[name].type.results
     call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands)
     return list(call.results)
+
+
+def _parsed(data: bytes | None, context) -> ir.Module | None:
+    """A module, if there is one, and this build of jaxlib can read it."""
+    if data is None:
+        return None
+    try:
+        return ir.Module.parse(data, context)
+    except Exception:  # MLIRError, of which JAX has no public name
+        return None
 
 
 def _read(path: Path) -> bytes | None:
@@ -183,12 +223,15 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, data: bytes) -> None:
     """All at once: other processes may read and write it too."""
+    draft = path.with_name(f".{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with draft.open("xb") as file:
             file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, path)
+        os.replace(draft, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         warnings.warn(
             f"a lowered call is not kept in {path.parent}, JAX's compilation cache: "
             f"{error}. The next process will lower it again ({VARIABLE}={OFF} keeps "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -348,15 +347,19 @@ class Operation:
 
         def digest() -> str | None:
             """The same in a few bytes, if it can be said."""
-            call = problem.tree.unflatten(range(problem.tree.num_leaves))
             types = [(x.shape, x.dtype) for x in context.avals_in]
             static = dataclasses.replace(problem, tree=call)
             return _kept.digest(backends, self.name, static, axes, types)
 
         backends = self.backends(problem, named)
+        call = problem.tree.unflatten(range(problem.tree.num_leaves))
+        of_gpus = all(_backends.BACKENDS[name].platform for name in backends)
+        is_compiled = of_gpus and not call.interpret
+        is_exported = context.module_context.lowering_parameters.for_export
         with self._context(problem, named), scope:
             if division is None and marker is None:
-                where = self._kept_in(problem, backends, context)
+                # JAX lowers exports by other rules.
+                where = _kept.folder() if is_compiled and not is_exported else None
                 found = digest() if where else None
                 if where and found:
                     path = where / f"{self.name}-{found}"
@@ -365,20 +368,9 @@ class Operation:
             params = {"problem": problem, "axes": axes, "marker": marker}
             results = lower(context, *operands, **params)
             if marker is not None and division is None:
+                # Plain JAX may be lowered by settings that no digest has.
+                short = digest if is_compiled else lambda: None
                 _partitioner.named(
-                    results, lambda: f"{axes} {digest() or alone().as_text()}"
+                    results, lambda: f"{axes} {short() or alone().as_text()}"
                 )
             return results
-
-    def _kept_in(self, problem: Problem, backends, context) -> Path | None:
-        """Where this half of a call is kept as it was lowered; None if it is not.
-
-        What kernels of a GPU make is kept, but not in an export, which JAX lowers by
-        other rules.
-        """
-        where = _kept.folder()
-        if where is None or context.module_context.lowering_parameters.for_export:
-            return None
-        call = problem.tree.unflatten(range(problem.tree.num_leaves))
-        of_gpus = all(_backends.BACKENDS[name].platform for name in backends)
-        return where if of_gpus and not call.interpret else None

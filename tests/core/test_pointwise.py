@@ -334,6 +334,28 @@ def test_larger_and_smaller_integers(name):
             np.testing.assert_array_equal(found, run(x, y))
 
 
+@pytest.mark.parametrize("compare", COMPARED)
+def test_absolute_values_are_compared_by_sign(compare):
+    """By any compiler: XLA would join the comparisons to one that ptxas gets wrong."""
+    numbers = jnp.indices((23, 21), dtype=jnp.int32) - 11
+    ends = jnp.int32([-(2**31), 2**31 - 1, 0, -7])
+    x, y = (jnp.append(a.ravel(), ends) for a in numbers)
+    functions = (
+        lambda b, h, q, kv: compare(abs(q), kv),
+        lambda b, h, q, kv: compare(kv, abs(q - kv)),
+        lambda b, h, q, kv: compare(abs(q), 3) & compare(abs(kv), abs(q - kv)),
+    )
+    for function in functions:
+        program = trace(function, None, ()).program
+
+        def run(x, y, program=program):
+            return program.on_blocks([None, None, x, y], ())
+
+        np.testing.assert_array_equal(*run(x, y), function(None, None, x, y))
+        names = {x.primitive.name for x in jax.make_jaxpr(run)(x, y).eqns}
+        assert ("abs" in names) == (compare is operator.eq)
+
+
 def test_comparisons_with_nested_maxima_stay_few():
     def function(b, h, q, kv):
         for i in range(30):

@@ -137,7 +137,7 @@ MUTANTS = [
         ),
         (
             "kept under a name without the call's values",
-            "*map(text, settings), *map(text, values)",
+            "*map(text, of_all), *map(text, values)",
             "*map(text, settings)",
             "tests/transforms/test_kept.py -k what_decides",
         ),
@@ -160,15 +160,33 @@ MUTANTS = [
             "tests/transforms/test_kept.py -k damaged",
         ),
         (
+            "kept in a context that JAX writes into programs",
+            'if any(getattr(x, "value", None) is not None for x in contexts):',
+            "if False:",
+            "tests/transforms/test_kept.py -k context",
+        ),
+        (
+            "kept though the code has changed",
+            "if _states() != _IMPORTED:",
+            "if False:",
+            "tests/transforms/test_kept.py -k changes_while",
+        ),
+        (
+            "drafts stay where writing failed",
+            "draft.unlink(missing_ok=True)",
+            "pass",
+            "tests/transforms/test_kept.py -k nothing_else",
+        ),
+        (
             "exports are kept",
-            "where is None or context.module_context.lowering_parameters.for_export",
-            "where is None",
+            "if is_compiled and not is_exported else",
+            "if is_compiled else",
             "tests/transforms/test_kept.py -k exports",
         ),
         (
             "interpreted kernels are kept",
-            "where if of_gpus and not call.interpret else",
-            "where if of_gpus else",
+            "is_compiled = of_gpus and not call.interpret",
+            "is_compiled = of_gpus",
             "tests/transforms/test_kept.py -k interpreted",
         ),
         (

@@ -357,6 +357,18 @@ MUTANTS = [
             "tests/core/test_pointwise.py -k rewritten",
         ),
         (
+            "absolute values are compared as they are",
+            "compared_by_sign(self).run(",
+            "self.run(",
+            "tests/core/test_pointwise.py -k by_sign",
+        ),
+        (
+            "one sign suffices for a bound",
+            "joined = jax.lax.and_p if is_bound else jax.lax.or_p",
+            "joined = jax.lax.or_p if is_bound else jax.lax.and_p",
+            "tests/core/test_pointwise.py -k by_sign",
+        ),
+        (
             "the sign that ptxas loses",
             "found = self.emit(primitive, {}, [found, opposite], dtype)",
             "pass",

@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -185,11 +187,56 @@ def test_damaged_files_are_made_again(folder, made, damage):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_whole_file_that_is_no_module_is_made_again(folder, made):
+    """As of another build of the same version of jaxlib."""
+    first = lower()
+    for path in folder.iterdir():
+        path.unlink()
+        _kept._write(path, b"another build's")
+    assert lower() == first and made == HALVES * 2
+    assert lower() == first and made == HALVES * 2
+
+
 def test_a_folder_that_cannot_be_written(folder, made):
     folder.write_text("a file")
     with pytest.warns(UserWarning, match="not kept in .*JAX_FLASH2_KEPT=off"):
         lower()
     assert made == HALVES
+
+
+def test_files_are_for_all_users_and_nothing_else_is_left(folder):
+    lower()
+    here = sorted(folder.iterdir())
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in here} == {0o666 & ~mask}
+    for path in here:
+        path.unlink()
+        path.mkdir()
+    with pytest.warns(UserWarning, match="not kept"):
+        lower()
+    assert sorted(folder.iterdir()) == here
+
+
+@pytest.mark.parametrize("first", ["within", "without"])
+def test_a_context_is_not_kept(folder, first):
+    """JAX writes it into each operation that is lowered there."""
+
+    def found(where: str) -> bool:
+        with set_xla_metadata(mine="1") if where == "within" else nullcontext():
+            return "mine" in lower()
+
+    others = {"within": "without", "without": "within"}
+    for where in (first, others[first], first):
+        assert found(where) == (where == "within")
+
+
+def test_code_that_changes_while_it_runs_is_not_kept(folder, monkeypatch):
+    (path, *state), *others = _kept._IMPORTED
+    changed = [(path, state[0] - 1, *state[1:]), *others]
+    monkeypatch.setattr(_kept, "_IMPORTED", changed)
+    lower()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

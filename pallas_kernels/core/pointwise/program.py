@@ -345,7 +345,9 @@ def compared_by_sign(program: Program) -> Program:
         new[first + number] = add(found)
     outputs = tuple(map(moved, program.outputs))
     changed = dataclasses.replace(program, steps=tuple(steps), outputs=outputs)
-    return program if len(steps) == len(program.steps) else only_live(changed, outputs)
+    if len(steps) == len(program.steps):
+        return program
+    return compared_by_sign(only_live(changed, outputs))  # the other side, too
 
 
 def _absolute(program: Program, step: Step, side: int) -> Step | None:
