@@ -1,6 +1,6 @@
-"""Examples of functions of pairs, in one text for JAX and torch.
+"""Examples of functions of pairs, in one text for JAX, torch and CuTe.
 
-Most are those of FlexAttention's own documentation and of its users. Where the two
+Most are those of FlexAttention's own documentation and of its users. Where libraries
 differ in the name of a function, an example takes the library as an argument.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from jax_flash2.tune.problems import Shape
 
-# Of the library (`jax.numpy` or `torch`) and the example's arrays: functions of
-# (score, b, h, q, kv) and of (b, h, q, kv), or None.
+# Of the library (`jax.numpy`, `torch` or `function_peers`' for CuTe) and the example's
+# arrays: functions of (score, b, h, q, kv) and of (b, h, q, kv), or None.
 Functions = Callable[[Any, Mapping[str, Any]], tuple[Callable | None, Callable | None]]
 
 
@@ -28,11 +28,14 @@ class Example:
       functions: its score_mod and mask_mod.
       arrays: that they read.
       operand: the name of the array whose gradient is taken, too.
+      slope: of the library and the score, the derivative of score_mod by the score,
+        for peers that do not find it themselves; None if it is 1.
     """
 
     functions: Functions
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     operand: str | None = None
+    slope: Callable[[Any, Any], Any] | None = None
 
 
 def examples(shape: Shape) -> dict[str, Example]:
@@ -73,6 +76,10 @@ def examples(shape: Shape) -> dict[str, Example]:
     def of_cap(xp, arrays):
         return lambda s, b, h, q, kv: 20.0 * xp.tanh(s / 20.0), causal
 
+    def slope_of_cap(xp, score):
+        found = xp.tanh(score / 20.0)
+        return 1.0 - found * found
+
     def of_slopes(xp, arrays):
         own = arrays["slopes"]
         return lambda s, b, h, q, kv: s + own[h] * (kv - q), causal
@@ -94,7 +101,7 @@ def examples(shape: Shape) -> dict[str, Example]:
         "window with global keys": masks(global_keys),
         "prefix": masks(of_prefix),
         "8 documents": Example(of_documents, {"ids": ids}),
-        "soft cap": Example(of_cap),
+        "soft cap": Example(of_cap, slope=slope_of_cap),
         "ALiBi": Example(of_slopes, {"slopes": slopes}),
         "relative bias": Example(of_table, {"table": table}),
         "relative bias, its gradient": Example(of_table, {"table": table}, "table"),

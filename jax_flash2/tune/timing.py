@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -107,7 +108,8 @@ def time_interleaved(
 
 def describe(error: Exception) -> str:
     """A failure in one line, cut; `not installed: ...` for an ImportError."""
-    first = next(iter(str(error).splitlines()), "")[:200]
+    plain = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # some compilers write in colours
+    first = next(filter(None, map(str.strip, plain.splitlines())), "")[:200]
     if isinstance(error, ImportError):
         return f"not installed: {first}"
     return f"{type(error).__name__}: {first}"
