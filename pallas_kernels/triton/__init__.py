@@ -171,7 +171,9 @@ def _products(kernel: str, dtype, precision, heads: tuple[int, int], gpu: device
     return found
 
 
-def _launch(kernel: str, config, precision, operands, spec) -> Launch:
+def _launch(
+    kernel: str, config, precision, operands, spec, looped: str = "s"
+) -> Launch:
     size = sizes([*operands, *jax.tree.leaves(spec.pages)])
     dtype = operands[0].dtype
     interpret = config is not None and config.interpret
@@ -194,6 +196,7 @@ def _launch(kernel: str, config, precision, operands, spec) -> Launch:
         dropout=spec.dropout is not None,
         regime=tables.regime(operands, spec),
         pair_bytes=tables.pair_bytes(spec),
+        looped=looped,
     )
     if spec.pages is not None:
         # The compiler loads the number of a page ahead of its rows, in stages of its
@@ -240,7 +243,8 @@ def _run(
     """Runs a kernel whose programs loop over blocks of keys ("s") or queries ("t")."""
     by_distance = kernel == "ddistance"
     blocks_of = "dbias" if by_distance else kernel
-    launch = _launch(blocks_of, config, precision, [q, k, v], spec)
+    over = "e" if by_distance else looped
+    launch = _launch(blocks_of, config, precision, [q, k, v], spec, over)
     if by_distance:
         launch = _square(launch)
     blocks, size = launch.blocks, sizes([q, k, *jax.tree.leaves(spec.pages)])

@@ -5,6 +5,7 @@ From what the compilers of supported versions of JAX took, on GPUs of each famil
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from pallas_kernels import tables
@@ -37,6 +38,7 @@ _PRODUCTS = {
     "tangent": (0, (1,), 3, 2),
 }
 # There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
+_BESIDE_DBIAS = 256
 _BESIDE = (1 << 10) + 512
 _BESIDE_8_WARPS = (4 << 10) + 512
 
@@ -88,12 +90,12 @@ def shared_memory(
     *,
     products: str = "wgmma",
     has_bits: bool = False,
+    looped: str = "s",
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
-    Never less than what the Triton of JAX 0.11 or 0.12 took of some 900 kernels that
-    were compiled, and at most 1.3 times that (tests/triton/test_estimates.py says of
-    which kernels it is more).
+    Never less than what the Triton of JAX 0.11 or 0.12 took of some 1,700 kernels that
+    were compiled, and at most 1.3 times that (tests/triton/test_estimates.py).
 
     Args:
       kernel: one of `KERNELS`, or of those in `LIKE`.
@@ -103,14 +105,23 @@ def shared_memory(
       pair_bytes: bytes loaded for each pair of query and key (bias, mask).
       products: of the family of the GPU (`device.Family`).
       has_bits: whether random bits are made for each pair.
+      looped: the axis whose blocks a program of "dbias" loops over, "s" (in a tile) or
+        "t"; "e" for diagonals, of square tiles.
     """
+    if looped == "e":
+        rows = min(blocks.block_q, blocks.block_kv)
+        blocks = dataclasses.replace(blocks, block_q=rows, block_kv=rows)
     pair_bytes *= 2 if kernel == "tangent" else 1  # a bias is beside its tangent
     sizes = kernel, blocks, heads, itemsize, pair_bytes
+    is_wgmma = False
     if itemsize != OWN_ITEMSIZE:
         if products == "tcgen05" and uses_tensor_memory(kernel, blocks):
             return math.ceil(_of_tcgen05(*sizes, has_bits))
-        if products == "wgmma" and _uses_wgmma(kernel, blocks):
-            return math.ceil(_of_wgmma(*sizes))
+        is_wgmma = products == "wgmma" and _uses_wgmma(kernel, blocks)
+    if kernel == "dbias":
+        return math.ceil(_of_scores(*sizes[1:], has_bits, looped, is_wgmma))
+    if is_wgmma:
+        return math.ceil(_of_wgmma(*sizes))
     return math.ceil(_of_mma_sync(*sizes, 1 + has_bits))  # its scores, and the bits
 
 
@@ -124,6 +135,11 @@ def _widest_part(heads: tuple[int, int]) -> int:
     return max(tables.pieces(head)[0] for head in heads)
 
 
+def _passing(pair_bytes: int) -> int:
+    """Bytes of each pair that change their layout at once: beside a mask not all do."""
+    return pair_bytes // 2 if pair_bytes in (3, 5) else min(pair_bytes, 4)
+
+
 def _of_wgmma(
     kernel: str,
     blocks: Blocks,
@@ -135,38 +151,92 @@ def _of_wgmma(
 
     They run beside the loop, and what they read stays for a round: of what is loaded
     there is a buffer for each stage. Float32 passes through registers, where it is made
-    what a product reads: there is a buffer less, and a tile, of keys or of pairs. For
-    the gradient of what is added to scores one pair of operands (q and do, k and v) is
-    loaded ahead, either of them; the other stays.
+    what a product reads: there is a buffer less, and a tile, of keys or of pairs.
     """
     stages, (width, read) = blocks.num_stages, _bytes(itemsize)
     own, streamed = _rows(kernel, blocks)
     left, loaded = _heads_of_tiles(kernel, heads)
-    pairs, of_scores = blocks.block_q * blocks.block_kv, kernel == "dbias"
+    pairs = blocks.block_q * blocks.block_kv
     resident = own * sum(left[: max(0, len(left) - blocks.left_in_registers)]) * read
-    every, ahead = streamed * sum(loaded) * width, pairs * pair_bytes
-    if of_scores:
-        resident = own * sum(heads) * read
-        ahead = max(own, streamed) * sum(heads) * width
-    else:
-        ahead += every
+    every = streamed * sum(loaded) * width
+    ahead = every + pairs * pair_bytes
     # A tile of pairs passes to the layout of a product, if it is not loaded ahead.
-    passing = pairs * min(pair_bytes, 4) if of_scores or stages == 1 else 0
-    if itemsize > 2 or (of_scores and stages == 1):
+    passing = pairs * _passing(pair_bytes) if stages == 1 else 0
+    if itemsize > 2:
         most = max(heads) if read == width else _widest_part(heads)
         last = max(streamed * most * read, passing)
     elif stages == 1 and not _PRODUCTS[kernel][0]:
         last = every / 2  # values in place of keys
     else:
-        last = every + passing
+        last = every + (passing if kernel == "dq" else 0)
     need = resident + last + (stages - 1) * ahead
-    if not of_scores:  # a sum, in float32, passes on its way out; q may still be there
-        held = resident if kernel == "forward" else 0
-        out = own * max(heads) * 4 + held + (stages - 1) * pairs * pair_bytes
-        need = max(need, out)
+    # A sum, in float32, passes on its way out; q may still be there.
+    holds = kernel == "forward" and (stages > 1 or itemsize > 2 or max(heads) > 64)
+    held = resident if holds else 0
+    need = max(need, own * max(heads) * 4 + held + (stages - 1) * pairs * pair_bytes)
     if kernel == "tangent" and own < 16 * blocks.num_warps:
         need += 512 * blocks.num_warps  # two warps share the sums of a row
-    return need + 8 * (stages * streamed + (own if of_scores else 0))
+    return need + 8 * stages * streamed
+
+
+def _of_scores(
+    blocks: Blocks,
+    heads: tuple[int, int],
+    itemsize: float,
+    pair_bytes: int,
+    has_bits: bool,
+    looped: str,
+    is_wgmma: bool,
+) -> float:
+    """`shared_memory` of "dbias" without tensor memory.
+
+    Of the two operands that have the axis of its loop (k and v, or q and do) there are
+    as many buffers as other kernels have of what they load; the other two stay. A tile
+    of pairs is not loaded ahead, for no product reads it: it changes its layout.
+    """
+    stages, (width, read) = blocks.num_stages, _bytes(itemsize)
+    of_keys, is_split = looped != "t", itemsize == SPLIT_ITEMSIZE
+    own, streamed = blocks.block_q, blocks.block_kv
+    if not of_keys:
+        own, streamed = streamed, own
+    # What passes through registers, or is there for one product alone: all or a part.
+    most = max(heads) if itemsize == 2 else _widest_part(heads)
+    tile = streamed * most * width
+    if is_wgmma and of_keys and (itemsize > 2 or stages == 1):
+        tile *= read / width
+    elif stages > 1 and not is_split:
+        tile = 0
+    elif of_keys and not is_split:  # as much as warps load at once, or 8 rows of each
+        columns = blocks.num_warps if own < streamed else 1
+        tile = min(tile, max(512 * blocks.num_warps, 8 * columns * most * width))
+    rounds = stages - (itemsize > 2 or not is_wgmma)
+    ahead = rounds * streamed * sum(heads) * width if stages > 1 else 0
+    passing, first = _passing_of_scores(blocks, heads, itemsize, pair_bytes)
+    # Where warps divide keys, too, bits pass as well.
+    pairs, rows = blocks.block_q * blocks.block_kv, 16 * blocks.num_warps
+    if is_wgmma and has_bits and stages == 1 and blocks.block_q < rows:
+        passing = max(passing, pairs * 2)
+    elif blocks.block_q < blocks.block_kv and not is_wgmma:
+        passing, first = pairs * 4 if has_bits else min(passing, 8 << 10), 0
+    need = own * sum(heads) * read + ahead + max(tile, passing) + 8 * streamed
+    return max(need, first) if stages == 1 else need
+
+
+def _passing_of_scores(
+    blocks: Blocks, heads: tuple[int, int], itemsize: float, pair_bytes: int
+) -> tuple[int, int]:
+    """Bytes of pairs that change their layout in "dbias", at once and at the start.
+
+    At once are as many rows as warps have. A bias in float32 is loaded as keys of two
+    bytes are, if a block of them has its shape, and half of it passes then.
+    """
+    pairs, rows = blocks.block_q * blocks.block_kv, 16 * blocks.num_warps
+    at_once = min(pairs, rows * max(blocks.block_kv, *heads))
+    each = _passing(pair_bytes)
+    if itemsize == 2 and any(blocks.block_kv in tables.pieces(n) for n in heads):
+        each = min(each, 2)
+    bias = pairs * min(pair_bytes // 2 * 2, 4)
+    return max(at_once * each, min(bias, 2 << 10)), bias
 
 
 def _of_tcgen05(
@@ -190,27 +260,40 @@ def _of_tcgen05(
     again = streamed * sum(heads[: _PRODUCTS[kernel][0]]) * width
     tile, every = streamed * _widest_part(heads) * read, streamed * sum(loaded) * width
     need, ahead = own * sum(left) * read, (stages - 1) * pairs * pair_bytes
+    bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
+    # Of a head in pieces there is a buffer less.
+    several = sum(n * (stages - (len(tables.pieces(n)) > 1)) for n in heads)
     if kernel == "dbias":  # a tile of pairs changes its layout
-        every += own * sum(heads) * width
-        ahead = pairs * min(pair_bytes, 2) if stages > 1 else 0
+        every, ahead = (own + streamed) * sum(heads) * width, 0
+        first = -(-own // 128) * bits if has_bits or pair_bytes >= 4 else 0
         if itemsize > 2:
-            need = max((stages - 1) * every + tile, pairs * 4)
-        else:  # two of four in turn, without stages
-            need = every * stages if stages > 1 else every // sum(heads) * max(heads)
+            need = max((stages - 1) * every + tile, first)
+        elif stages == 1:  # two of four in turn
+            need = max((own + streamed) * max(heads) * width, first)
+        else:
+            need = (own + streamed) * several * width
+            if pair_bytes:  # a bias of two bytes passes as it is
+                ahead = pairs * pair_bytes if pair_bytes in (2, 3) else bits
     elif itemsize == SPLIT_ITEMSIZE:
         need += (stages - 1) * every + tile
     elif itemsize == 4:
-        need = stages * every if stages > 1 else every / 2
+        need = stages * every if stages > 1 else every / len(loaded)
         need += tile if kernel == "dkv" and stages > 1 else 0  # also wanted transposed
+        if kernel == "tangent" and stages == 1:
+            need += own * _widest_part(heads)
     elif stages == 1:
-        need += every + pairs * min(pair_bytes, 2) if again else every / 2
+        need += every + pairs * min(pair_bytes, 1) if again else every / 2
+    elif again:
+        need += streamed * several * width + again
     else:
-        need += stages * every + again
+        need += stages * every
     # What is made of pairs in other layouts passes through it, too.
-    bits = max(pairs, 32 * 32 * blocks.num_warps)  # in bytes, 32 or more a thread
-    need += has_bits * bits * (1 + owns_keys) if kernel != "dbias" else 0
+    if kernel != "dbias" or (stages > 1 and itemsize == 2):
+        need += has_bits * bits * (1 + owns_keys)
     ahead += (8 if owns_keys else 4) * stages * streamed  # what queries or keys have
-    has_sums = blocks.num_warps == 8 and not owns_keys and kernel != "dbias"
+    if kernel == "dbias":
+        return need + ahead + _BESIDE_DBIAS
+    has_sums = blocks.num_warps == 8 and not owns_keys
     return need + ahead + (_BESIDE_8_WARPS if has_sums else _BESIDE)
 
 
@@ -244,15 +327,7 @@ def _of_mma_sync(
     left = each * pairs * handed if divide or own <= 32 or is_split else 0
     rows = (16 if kernel in _OF_KEYS else 8) * streamed  # lse, delta, ids
     resident = own * sum(kept) * width
-    if kernel == "dbias":
-        sizes = sum(heads) * itemsize
-        rows += 8 * own
-        ahead = (own + streamed) * sizes + pairs * pair_bytes + rows
-        once = streamed * heads[0] * itemsize if itemsize > 2 else 0
-        # A bias passes through it, or a product of pairs.
-        passing = pairs * (4 if own <= 16 else min(max(pair_bytes, itemsize), 4))
-        need = max(own * sizes + passing + once + rows, (stages - 1) * ahead)
-    elif stages > 1:
+    if stages > 1:
         if kernel == "dkv" and width > 2:
             if is_split:  # kept as it is loaded, not in pieces
                 left += streamed * heads[0] * width if own > streamed else 0

@@ -67,10 +67,11 @@ def fits(
     *,
     gpu: Gpu,
     dropout: bool = False,
+    looped: str = "s",
 ) -> bool:
     """Whether a kernel surely has room on a GPU; arguments as for `choose`."""
     sizes = kernel, blocks, heads, itemsize
-    more = {"has_bits": dropout, "products": gpu.family.products}
+    more = {"has_bits": dropout, "products": gpu.family.products, "looped": looped}
     if estimates.shared_memory(*sizes, pair_bytes, **more) > gpu.shared_memory:
         return False
     return not gpu.tensor_memory or estimates.tensor_memory(*sizes) <= gpu.tensor_memory
@@ -176,8 +177,9 @@ def smallest(kernel: str, heads: tuple[int, int], itemsize: float, gpu: Gpu) -> 
       kernel, heads, itemsize, gpu: as for `choose`.
     """
     sizes = kernel, _candidates(kernel, heads, itemsize, gpu)[-1], heads, itemsize
-    need = estimates.shared_memory(*sizes, products=gpu.family.products)
-    return max(need, _room(gpu, *sizes))
+    products = gpu.family.products
+    need = (estimates.shared_memory(*sizes, products=products, looped=a) for a in "st")
+    return max(*need, _room(gpu, *sizes))
 
 
 def _room(gpu: Gpu, *sizes) -> int:
@@ -197,6 +199,7 @@ def choose(
     pair_bytes: int = 0,
     dropout: bool = False,
     regime: str = "plain",
+    looped: str = "s",
 ) -> Blocks:
     """Blocks for one kernel: the caller's, or the first candidate that fits.
 
@@ -210,6 +213,7 @@ def choose(
       pair_bytes: bytes of bias and mask for each pair of query and key.
       dropout: whether bits are made for each pair.
       regime: of a call with elements of two bytes, one of `tables.REGIMES`.
+      looped: as for `estimates.shared_memory`.
 
     The blocks of an invariant forward (`Config.invariant`) follow from `heads`,
     `itemsize`, `gpu` and what there is for each pair alone.
@@ -226,7 +230,7 @@ def choose(
     for blocks in _candidates(kernel, heads, itemsize, gpu, regime):
         sizes = kernel, blocks, heads, itemsize, pair_bytes
         has_room = _room(gpu, *sizes) <= gpu.shared_memory
-        more = {"gpu": gpu, "dropout": dropout}
+        more = {"gpu": gpu, "dropout": dropout, "looped": looped}
         if has_room and fits(*sizes, **more):
             return dataclasses.replace(
                 blocks,

@@ -55,8 +55,8 @@ MUTANTS = [
         "pallas_kernels/triton/tuning.py",
         (
             "a buffer too few where two products read a block",
-            "need += stages * every + again",
-            "need += stages * every",
+            "need += streamed * several * width + again",
+            "need += streamed * several * width",
             f"{CLASSES} -k estimates",
         ),
         (
@@ -253,9 +253,21 @@ MUTANTS = [
         ),
         (
             "left operands of float32 not in tensor memory",
-            "need = stages * every if stages > 1 else every / 2",
-            "need += stages * every if stages > 1 else every / 2",
+            "need = stages * every if stages > 1 else every / len(loaded)",
+            "need += stages * every if stages > 1 else every / len(loaded)",
             f"{ESTIMATES} -k tcgen05",
+        ),
+        (
+            "what a gradient of a bias of keys loads ahead as of rows",
+            'of_keys, is_split = looped != "t", itemsize == SPLIT_ITEMSIZE',
+            "of_keys, is_split = True, itemsize == SPLIT_ITEMSIZE",
+            f"{ESTIMATES} -k took",
+        ),
+        (
+            "a kernel that does not say what it loops over",
+            'over = "e" if by_distance else looped',
+            'over = "s"',
+            f"{ESTIMATES} -k say_what",
         ),
         (
             "what no GPU has timed chosen on Hopper",
