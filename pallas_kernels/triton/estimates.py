@@ -38,7 +38,7 @@ _PRODUCTS = {
     "tangent": (0, (1,), 3, 2),
 }
 # There, bytes of barriers and padding; 8 warps also share maxima and sums of rows.
-_BESIDE_DBIAS = 256
+_BESIDE_SCORES = 256
 _BESIDE = (1 << 10) + 512
 _BESIDE_8_WARPS = (4 << 10) + 512
 
@@ -235,8 +235,8 @@ def _passing_of_scores(
     each = _passing(pair_bytes)
     if itemsize == 2 and any(blocks.block_kv in tables.pieces(n) for n in heads):
         each = min(each, 2)
-    bias = pairs * min(pair_bytes // 2 * 2, 4)
-    return max(at_once * each, min(bias, 2 << 10)), bias
+    added = pairs * min(pair_bytes // 2 * 2, 4)
+    return max(at_once * each, min(added, 2 << 10)), added
 
 
 def _of_tcgen05(
@@ -292,7 +292,7 @@ def _of_tcgen05(
         need += has_bits * bits * (1 + owns_keys)
     ahead += (8 if owns_keys else 4) * stages * streamed  # what queries or keys have
     if kernel == "dbias":
-        return need + ahead + _BESIDE_DBIAS
+        return need + ahead + _BESIDE_SCORES
     has_sums = blocks.num_warps == 8 and not owns_keys
     return need + ahead + (_BESIDE_8_WARPS if has_sums else _BESIDE)
 
