@@ -94,7 +94,7 @@ def shared_memory(
 ) -> int:
     """Shared memory in bytes that a kernel's tiles need at most.
 
-    Never less than what the Triton of JAX 0.11 or 0.12 took of some 1,700 kernels that
+    Never less than what the Triton of JAX 0.11 or 0.12 took of some 1,900 kernels that
     were compiled, and at most 1.3 times that (tests/triton/test_estimates.py).
 
     Args:
