@@ -118,7 +118,7 @@ def digest(backends: Sequence[str], *values) -> str | None:
     contexts = (getattr(settings, name, None) for name in _CONTEXTS)
     if any(getattr(x, "value", None) is not None for x in contexts):
         return None
-    if _states() != _IMPORTED:
+    if not _IMPORTED or _states() != _IMPORTED:
         return None
     of_all = _settings(backends)
     try:
@@ -155,8 +155,11 @@ def _files() -> list[Path]:
 
 
 def _states() -> list[tuple]:
-    """Of the files of this library, which change when one is written."""
-    found = ((path, path.stat()) for path in _files())
+    """Of the files of this library, which change when one is written; none if unread."""
+    try:
+        found = [(path, path.stat()) for path in _files()]
+    except OSError:  # one is being replaced
+        return []
     return [(p, x.st_mtime_ns, x.st_ctime_ns, x.st_size, x.st_ino) for p, x in found]
 
 
