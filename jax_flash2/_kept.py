@@ -155,7 +155,7 @@ def _files() -> list[Path]:
 
 
 def _states() -> list[tuple]:
-    """Of the files of this library, which change when one is written; none if unread."""
+    """Of the files of this library, which change when one is written."""
     try:
         found = [(path, path.stat()) for path in _files()]
     except OSError:  # one is being replaced
