@@ -214,6 +214,8 @@ def _of_scores(
     passing, first = _passing_of_scores(blocks, heads, itemsize, pair_bytes)
     # Where warps divide keys, too, bits pass as well.
     pairs, rows = blocks.block_q * blocks.block_kv, 16 * blocks.num_warps
+    if is_wgmma and pair_bytes != 4:  # of two bytes, as many columns as rows at once
+        passing = min(passing, 2 * rows * rows)
     if is_wgmma and has_bits and stages == 1 and blocks.block_q < rows:
         passing = max(passing, pairs * 2)
     elif blocks.block_q < blocks.block_kv and not is_wgmma:
