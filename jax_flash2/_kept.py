@@ -55,15 +55,21 @@ class Unknown(TypeError):
     """A value of which no text is known that says all of it."""
 
 
-def folder() -> Path | None:
+def folder(context) -> Path | None:
     """Where lowered halves are kept; None where they are not.
 
     In the folder of JAX's persistent compilation cache, if that is on and on a disk.
-    The environment variable `JAX_FLASH2_KEPT` set to "off" keeps none.
+    The environment variable `JAX_FLASH2_KEPT` set to "off" keeps none. Nor is anything
+    of an export kept, which JAX lowers by other rules.
+
+    Args:
+      context: of JAX's lowering.
     """
     where = jax.config.jax_compilation_cache_dir
     is_on = jax.config.jax_enable_compilation_cache
     if not where or not is_on or "://" in where or os.environ.get(VARIABLE) == OFF:
+        return None
+    if context.module_context.lowering_parameters.for_export:
         return None
     return Path(where).expanduser() / _FOLDER
 

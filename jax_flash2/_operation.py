@@ -355,11 +355,9 @@ class Operation:
         call = problem.tree.unflatten(range(problem.tree.num_leaves))
         of_gpus = all(_backends.BACKENDS[name].platform for name in backends)
         is_compiled = of_gpus and not call.interpret
-        is_exported = context.module_context.lowering_parameters.for_export
         with self._context(problem, named), scope:
             if division is None and marker is None:
-                # JAX lowers exports by other rules.
-                where = _kept.folder() if is_compiled and not is_exported else None
+                where = _kept.folder(context) if is_compiled else None
                 found = digest() if where else None
                 if where and found:
                     path = where / f"{self.name}-{found}"

@@ -179,8 +179,8 @@ MUTANTS = [
         ),
         (
             "exports are kept",
-            "if is_compiled and not is_exported else",
-            "if is_compiled else",
+            "if context.module_context.lowering_parameters.for_export:",
+            "if False:",
             "tests/transforms/test_kept.py -k exports",
         ),
         (

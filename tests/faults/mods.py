@@ -364,8 +364,8 @@ MUTANTS = [
         ),
         (
             "one sign suffices for a bound",
-            "joined = jax.lax.and_p if is_bound else jax.lax.or_p",
-            "joined = jax.lax.or_p if is_bound else jax.lax.and_p",
+            "jax.lax.and_p if is_bound else jax.lax.or_p",
+            "jax.lax.or_p if is_bound else jax.lax.and_p",
             "tests/core/test_pointwise.py -k by_sign",
         ),
         (

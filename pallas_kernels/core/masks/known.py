@@ -15,8 +15,14 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks.base import Atom
 from pallas_kernels.core.masks.segments import SegmentIds
 from pallas_kernels.core.masks.window import Window
-from pallas_kernels.core.pointwise.parts import Part, made_by, parts_of
-from pallas_kernels.core.pointwise.program import Argument, Constant, Program, Step
+from pallas_kernels.core.pointwise.parts import Part, parts_of
+from pallas_kernels.core.pointwise.program import (
+    Argument,
+    Constant,
+    Program,
+    Step,
+    made_by,
+)
 
 # a < b says of integers that a + 1 <= b; b > a says the same.
 _STRICT = ("lt", "gt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pallas_kernels.core.pointwise.program import Argument, Constant, Program, Step
+from pallas_kernels.core.pointwise.program import Argument, Program, made_by
 
 
 class Part(NamedTuple):
@@ -27,12 +27,3 @@ def _parts(program: Program, part: Part) -> list[Part]:
         sides = (Part(x, part.is_negated) for x in step.args)
         return [found for side in sides for found in _parts(program, side)]
     return [part]
-
-
-def made_by(program: Program, value: Argument, *names: str) -> Step | None:
-    """The step that makes a value, if it has one of these names."""
-    first = len(program.inputs)
-    if isinstance(value, Constant) or value < first:
-        return None
-    step = program.steps[value - first]
-    return step if step.name in names else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -325,38 +324,39 @@ def compared_by_sign(program: Program) -> Program:
     def moved(x: Argument) -> Argument:
         return x if isinstance(x, Constant) else new[x]
 
+    def by_sign(step: Step, side: int, absolute: Step) -> Step:
+        """Of a comparison with |x| at that side."""
+        x = moved(absolute.args[0])
+        opposite = add(Step(jax.lax.neg_p, (), (x,), absolute.dtype))
+        other = step.args[1 - side]
+        args = [(y, other) if side == 0 else (other, y) for y in (x, opposite)]
+        each = tuple(add(step._replace(args=pair)) for pair in args)
+        is_bound = (step.name in ("le", "lt")) == (side == 0)  # from above
+        return Step(jax.lax.and_p if is_bound else jax.lax.or_p, (), each, "bool")
+
     for number, step in enumerate(program.steps):
-        args = tuple(map(moved, step.args))
-        found = step._replace(args=args)
-        for side, name in itertools.product((0, 1), ("le", "lt", "ge", "gt")):
-            absolute = _absolute(program, step, side) if step.name == name else None
-            if absolute is None:
-                continue
-            x = moved(absolute.args[0])
-            opposite = add(Step(jax.lax.neg_p, (), (x,), absolute.dtype))
-            each = [
-                add(step._replace(args=(y, args[1]) if side == 0 else (args[0], y)))
-                for y in (x, opposite)
-            ]
-            is_bound = (name in ("le", "lt")) == (side == 0)  # from above
-            joined = jax.lax.and_p if is_bound else jax.lax.or_p
-            found = Step(joined, (), tuple(each), "bool")
-            break
+        found = step._replace(args=tuple(map(moved, step.args)))
+        if step.name in ("le", "lt", "ge", "gt"):
+            absolutes = [made_by(program, x, "abs") for x in step.args]
+            for side, absolute in enumerate(absolutes):
+                if absolute is not None and absolute.dtype.startswith("int"):
+                    found = by_sign(found, side, absolute)
+                    break  # the other side is of the comparisons that this makes
         new[first + number] = add(found)
     outputs = tuple(map(moved, program.outputs))
     changed = dataclasses.replace(program, steps=tuple(steps), outputs=outputs)
     if len(steps) == len(program.steps):
         return program
-    return compared_by_sign(only_live(changed, outputs))  # the other side, too
+    return compared_by_sign(only_live(changed, outputs))
 
 
-def _absolute(program: Program, step: Step, side: int) -> Step | None:
-    """The step that makes an argument, if that is the absolute value of an integer."""
-    x, first = step.args[side], len(program.inputs)
-    if isinstance(x, Constant) or x < first:
+def made_by(program: Program, value: Argument, *names: str) -> Step | None:
+    """The step that makes a value, if it has one of these names."""
+    first = len(program.inputs)
+    if isinstance(value, Constant) or value < first:
         return None
-    made = program.steps[x - first]
-    return made if made.name == "abs" and made.dtype.startswith("int") else None
+    step = program.steps[value - first]
+    return step if step.name in names else None
 
 
 def compact(program: Program) -> tuple[Program, list[int]]:

@@ -26,13 +26,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.core.axes import Named, is_whole
-from pallas_kernels.core.pointwise.parts import Part, made_by, parts_of
+from pallas_kernels.core.pointwise.parts import Part, parts_of
 from pallas_kernels.core.pointwise.program import (
     Argument,
     Constant,
     Program,
     Step,
     compact,
+    made_by,
     only_live,
 )
 
