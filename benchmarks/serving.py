@@ -113,8 +113,11 @@ def scenarios(quick: bool, small: bool) -> dict[str, Callable[[], _Programs]]:
         found[str(case)] = functools.partial(uniform, case, (64,), [])
     sizes = (5, 64, 512) if small else (63, 2048, 32768)
     found["ragged"] = lambda: ([*serving_calls.uneven(*sizes)], {})
-    counts = (4, 128, 64) if small else (64, 32768, 256)
-    found["shared"] = lambda: ([*serving_calls.shared(*counts)], {})
+    count, prefix = (4, 128) if small else (64, 32768)
+    for own in (64, 256):
+        name = f"{count} requests, {prefix} keys in common, {own} of their own"
+        made = functools.partial(serving_calls.shared, count, prefix, own)
+        found[name] = lambda made=made: ([*made()], {})
     found["append"] = appending
     return found
 

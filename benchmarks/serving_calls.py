@@ -27,6 +27,7 @@ KINDS = {
     "e4m3": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
 }
+UNSHARED = "not in common"
 # Calls come to other rows in turns until so many bytes: more than a GPU's cache has.
 _CYCLED = 256 << 20
 _BF16 = jnp.bfloat16
@@ -278,7 +279,11 @@ def uneven(count: int, chunk: int, most: int, page: int = 64) -> Iterator[Progra
 
 
 def shared(count: int, prefix: int, own: int, page: int = 64) -> Iterator[Program]:
-    """Requests with a prefix in common: read once, and by each of them."""
+    """Requests with a prefix in common: read once, and by each of them.
+
+    By each from the pages in common, of which many are in the GPU's cache then, and
+    from pages of its own, as without sharing.
+    """
     case = _of_rows(prefix + count * own)
     cache = Cache.of(case, "bfloat16")
     order = np.random.default_rng(0).permutation(case.rows // page).astype(np.int32)
@@ -297,12 +302,18 @@ def shared(count: int, prefix: int, own: int, page: int = 64) -> Iterator[Progra
         common = tuple(x.swapaxes(0, 1) for x in common)
         return merge(common, paged(page, **parts)(q, *cache, rest, lengths))[0]
 
-    name = f"{count} requests, {prefix} keys in common"
     given = q, *cache.arrays, jnp.asarray(first), jnp.asarray(rest), lengths
-    size = row * case.rows
-    yield Program(f"{name}: read once", once, [given], size, want=want)
+    yield Program("read once", once, [given], row * case.rows, want=want)
+    size, function = row * count * (prefix + own), paged(page)
     given = q, *cache.arrays, jnp.asarray(whole), lengths + prefix
-    yield Program(f"{name}: read by each", paged(page), [given], size, want=want)
+    yield Program("read by each", function, [given], size, want=want)
+    alone = _of_rows(count * (prefix + own))
+    cache = Cache.of(alone, "bfloat16")
+    order = np.random.default_rng(1).permutation(alone.rows // page).astype(np.int32)
+    whole = order.reshape(count, -1)
+    given = q, *cache.arrays, jnp.asarray(whole), lengths + prefix
+    want = exact(q[-1], cache, rows_of(whole[-1], page))
+    yield Program(UNSHARED, function, [given], size, want=want)
 
 
 def appended(case: Case, kind: str, page: int = 64) -> Program:

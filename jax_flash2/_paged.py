@@ -192,16 +192,17 @@ def paged_attention(
             (query.shape[0], rows, pools.heads, query.shape[-1]), query.dtype
         )
         shape, causal = Shape(query, seen), is_causal and tree is None
-        masks, offset = _masks(given, shape, local_window_size, causal)
+        masks = _masks(given, shape, local_window_size, causal)
         spec = AttentionSpec(
             _score(given, shape, scale, logits_soft_cap),
             masks if tree is None else (*masks, tree),
-            offset,
             sink=None if sinks is None else shape.sinks(sinks),
             value_scale=given.get("value_scale"),
             pages=Pages(given["table"], pools.pages, pools.page),
         )
-        spec = spec if spec.is_positional else dataclasses.replace(spec, offset=None)
+        if spec.is_positional:
+            first = _first_position(given, shape)
+            spec = dataclasses.replace(spec, offset=first)
         named = Named(query, ("b0", "t", "n", "h"))
         call = Call(named, pools.key, pools.value, spec, config, precision)
         out, lse = run(call, implementation)
@@ -210,6 +211,7 @@ def paged_attention(
     if cu_query_lengths is None:
         out, lse = attend(query, given)
     else:
+        given["lengths"] = _inside(given["lengths"], rows)
         ragged = _cut(query, cu_query_lengths, given, heads // max(1, pools.heads))
         found = [attend(x.queries(query), _by_block(x, given)) for x in ragged.calls]
         out, lse = map(ragged.tokens, zip(*found, strict=True), (0, -jnp.inf))
@@ -264,11 +266,7 @@ def _table(table, lengths, pools: Pools) -> dict[str, Named]:
         raise TypeError("key_value_seq_lengths must be an array, got NoneType")
     if table.dtype != jnp.int32:
         table = clipped(table, -1, np.iinfo(np.int32).max)
-    inside = jnp.clip(of_keys.value, 0, table.shape[1] * pools.page)
-    return {
-        "table": Named(jnp.asarray(table), ("b0", "c")),
-        "lengths": Named(inside, of_keys.axes),
-    }
+    return {"table": Named(jnp.asarray(table), ("b0", "c")), "lengths": of_keys}
 
 
 def _lengths(name: str, x, count: int) -> Named | None:
@@ -280,7 +278,8 @@ def _lengths(name: str, x, count: int) -> Named | None:
             f"{name} must have shape ({count},) because of page_table's lines, got "
             f"shape {x.shape}"
         )
-    return Named(clipped(x, -_options.FAR, _options.FAR), ("b0",))
+    x = x if x.dtype == jnp.int32 else clipped(x, -_options.FAR, _options.FAR)
+    return Named(jnp.asarray(x), ("b0",))
 
 
 def _tree(mask, query, batch: int, others: dict[str, Any]) -> Tree | None:
@@ -356,18 +355,32 @@ def _score(given: dict[str, Named], shape: Shape, scale, logits_soft_cap) -> Sco
 
 def _masks(
     given: dict[str, Named], shape: Shape, window, is_causal: bool
-) -> tuple[tuple[Atom, ...], Named]:
-    """The masks, and the positions of the first queries."""
-    lengths, own, queries = given["lengths"], ("b0",), None
-    count: Any = shape.t
-    if "query_seq_lengths" in given:
-        count = jnp.clip(given["query_seq_lengths"].value, 0, shape.t)
-        queries = Named(count, own)
-    masks: list[Atom] = [Lengths(queries, lengths)]
+) -> tuple[Atom, ...]:
+    masks: list[Atom] = [Lengths(_queries(given, shape), given["lengths"])]
     if "key_value_seq_starts" in given:
         first = jnp.clip(given["key_value_seq_starts"].value, 0, shape.s)
-        masks.append(Starts(Named(first, own)))
-    found = _options.check_window(window, is_causal)
-    masks += [] if found is None else [found]
-    last = Named(lengths.value - count, own)
-    return tuple(masks), given.get("offset", last)
+        masks.append(Starts(Named(first, ("b0",))))
+    # The newest key is that of the only query: the length alone is a causal mask.
+    is_last = shape.t == 1 and not {"offset", "alibi_slopes"} & given.keys()
+    if window is not None or not is_last:
+        found = _options.check_window(window, is_causal)
+        masks += [] if found is None else [found]
+    return tuple(masks)
+
+
+def _queries(given: dict[str, Named], shape: Shape) -> Named | None:
+    """How many queries count; None for all."""
+    if "query_seq_lengths" not in given:
+        return None
+    return _inside(given["query_seq_lengths"], shape.t)
+
+
+def _first_position(given: dict[str, Named], shape: Shape) -> Named:
+    if "offset" in given:
+        return given["offset"]
+    end, count = _inside(given["lengths"], shape.s), _queries(given, shape)
+    return Named(end.value - (shape.t if count is None else count.value), end.axes)
+
+
+def _inside(lengths: Named, size: int) -> Named:
+    return Named(jnp.clip(lengths.value, 0, size), lengths.axes)

@@ -70,6 +70,25 @@ def test_bits_do_not_depend_on_where_pages_lie(backend):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("options", [{}, {"local_window_size": (20, 0)}], ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("backend", ["xla", "reference", "triton"])
+def test_lengths_beyond_the_rows_that_there_are(backend, queries, options):
+    """They count as none, or as all: the same bits."""
+    rng = np.random.default_rng(0)
+    k, v = jnp.asarray(rng.standard_normal((2, 6, 16, 2, 16)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((6, queries, 4, 16)), jnp.float32)
+    table = jnp.asarray(rng.integers(0, 6, (6, 4)), jnp.int32)
+    given = jnp.array([-(2**31), -5, 0, 40, 65, 2**31 - 1], jnp.int32)
+    options = options | only(backend) | {"return_residual": True}
+    found = paged_attention(q, k, v, table, given, **options)
+    wanted = paged_attention(q, k, v, table, given.clip(0, 64), **options)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert jnp.all(found[0][:3] == 0) and jnp.all(found[1][:3] == -jnp.inf)
+    assert jnp.all(jnp.isfinite(found[1][3:]))
+
+
 @pytest.mark.parametrize("kind", [INT8, E4M3, E5M2], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_code_of_a_byte_is_the_number_that_it_stands_for(

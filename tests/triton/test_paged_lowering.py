@@ -73,6 +73,18 @@ def test_kernels_lower(gpu, kind, page):
     assert in_pairs == (kind in ("int8", "e5m2") or (kind == "e4m3" and gpu > 80))
 
 
+def test_a_token_is_two_kernels():
+    """Nothing is computed of lengths beside these: each kernel takes a microsecond."""
+    found = program(90, jnp.bfloat16, 64)
+    assert [*kernel_modules(found)] == ["flash2_forward", "flash2_merge"]
+    kinds = {line.split("stablehlo.")[1].split()[0] for line in _operations(found)}
+    assert kinds <= {"constant", "custom_call", "reshape", "transpose"}, kinds
+
+
+def _operations(text: str) -> list[str]:
+    return [x for x in text.splitlines() if " stablehlo." in x]
+
+
 def test_look_ups_of_pages_have_stages_of_their_own():
     config = Config(forward=Blocks(16, 64, num_warps=2, num_stages=3))
     text = program(90, jnp.bfloat16, 64, config=config)

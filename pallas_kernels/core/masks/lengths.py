@@ -31,7 +31,8 @@ def _when(condition, rows: Range) -> Range:
 class Lengths(Atom):
     """Keeps pairs whose query row < `query` and key row < `key_value` (None: all).
 
-    Both are int32 scalars (one for each batch entry) in [0, size].
+    Both are int32 scalars (one for each batch entry). One below 0 is as 0, and one
+    beyond the rows that there are as their number.
     """
 
     query: Any = None
