@@ -49,6 +49,7 @@ def number(name: str) -> int:
     more than they bring. waves: those that loops over heads are divided to make: some
     have less to do than others, and those that are left over should be short.
     fewest_blocks: blocks of keys or queries that a part of a range has at least.
+    fewest_few_blocks: the same, if blocks have few rows.
     filled_part: the part of the GPU that programs fill if ranges need no division.
     few_programs, byte_programs: for each multiprocessor, those that ranges are divided
     to make if blocks have few rows; the second, if keys or values have one byte.
@@ -103,8 +104,9 @@ def parts(
         if programs < number("enough_programs") * gpu:
             y = -(-elements // _run(elements, elements * programs // (waves * gpu)))
         room = gpu * max(1, few_rows)
+        fewest = number("fewest_few_blocks" if few_rows else "fewest_blocks")
         if programs * y < number("filled_part") * room:
-            z = max(1, min(blocks // number("fewest_blocks"), room // (programs * y)))
+            z = max(1, min(blocks // fewest, room // (programs * y)))
         if longest is not None:
             most = _MOST_TILES * gpu // (programs * y)
             least = min(blocks // longest, most)

@@ -150,7 +150,8 @@ class Range(NamedTuple):
 
     @property
     def any_full(self):
-        return self.full_lo < self.full_hi
+        """Whether a block is full; False, not traced, if it is known that none is."""
+        return not _same(self.full_lo, self.full_hi) and self.full_lo < self.full_hi
 
     def with_an_edge(self, one) -> Range:
         """The same, but where every block is full the first or last is not said to be.

@@ -144,7 +144,7 @@ def _program(
         store([*parts.joined(o, lse, whole.sink), *largest])
         return
     kv_blocks = kv_blocks.with_an_edge(one)
-    if spec.wants_steps(q.dtype):
+    if layout.visits_few or spec.wants_steps(q.dtype):
         kv_blocks = kv_blocks.all_edges()
     state = kv_blocks.fold_full(visit, kv_blocks.fold_edges(visit, nothing))
     if kv_blocks.any_full is False:
