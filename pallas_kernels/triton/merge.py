@@ -29,8 +29,10 @@ from pallas_kernels.triton.memory import View
 
 # Parts that a program takes in at once; if there are more, then in turns.
 _PARTS = 64
-# Elements of its tile, about: with four warps, 64 registers of a thread.
-_ELEMENTS = 64 * 128
+# Elements of its tile, at most: with four warps, 64 registers of a thread. Of rows it has
+# one, or as many as make so many elements: more programs then wait for memory at once
+# (benchmarks/lab/127).
+_ELEMENTS, _ROWS_ELEMENTS = 64 * 128, 16 * 128
 _MOST_ROWS = 16
 
 
@@ -125,7 +127,8 @@ class _Tiles:
     @property
     def rows(self) -> int:
         """Rows of a program."""
-        return min(_MOST_ROWS, _ELEMENTS // (self.together * padded(self.d)))
+        row = self.together * padded(self.d)
+        return min(_MOST_ROWS, max(1, _ROWS_ELEMENTS // row))
 
     @property
     def turns(self) -> int:

@@ -288,6 +288,7 @@ def of_heads(x):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), x)
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="fewer than four devices")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_meshes(axis_type, is_mapped):

@@ -250,6 +250,7 @@ def test_of_transformed_functions(is_checkpoint):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_meshes(axis_type, is_mapped):
