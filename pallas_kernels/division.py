@@ -51,6 +51,8 @@ def number(name: str) -> int:
     fewest_blocks: blocks of keys or queries that a part of a range has at least.
     fewest_few_blocks: the same, if blocks have few rows.
     filled_part: the part of the GPU that programs fill if ranges need no division.
+    dense_loop_blocks, paged_loop_blocks, byte_loop_blocks: blocks of keys that one of
+    few rows visits in one loop at most: in order, in pages, or of elements of one byte.
     few_programs, byte_programs: for each multiprocessor, those that ranges are divided
     to make if blocks have few rows; the second, if keys or values have one byte.
     longest_part: keys that a part of a table of pages has at most, if blocks have few

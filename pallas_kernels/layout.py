@@ -273,11 +273,6 @@ def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axes)
 
 
-# Blocks of keys that a program of few rows visits in one loop. Of two to four blocks of
-# 64 keys it takes 7.2 and 8.3 us, in two loops 9.0 and 8.8 (NVIDIA H200, 4,096 keys, 8
-# heads of 128, pages of 64, 2026-11-29: lab 127).
-FEW_BLOCKS = 4
-
 # The axis whose blocks a kernel's programs own, and the head axis of its grid; those of
 # "dbias" own what its result has.
 _OWN = {
@@ -342,7 +337,7 @@ class Layout(abc.ABC):
         timed = bool(few_rows) and 1 not in kinds and size["h"] == size["d"] == 128
         others = [size[name] for name in names]
         self.parts = self._divided(others, splits, few_rows, timed)
-        self.has_few_rows = bool(few_rows)
+        self.visits_few = bool(few_rows) and self._visits_few("c" in size, 1 in kinds)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
         self.grid = (*counts, *(size[name] for name in names))
@@ -389,6 +384,16 @@ class Layout(abc.ABC):
             return 0
         return division.number("byte_programs" if is_byte else "few_programs")
 
+    def _visits_few(self, in_pages: bool, is_byte: bool) -> bool:
+        """Whether a program of few rows has few blocks of keys, for one loop over them.
+
+        A second loop, for blocks that need no mask, waits for memory again first.
+        """
+        name = "byte" if is_byte else "paged" if in_pages else "dense"
+        blocks = -(-self.size["s"] // self.rows["s"])
+        most = division.number(f"{name}_loop_blocks")
+        return blocks <= most * self.parts.get("z", 1)
+
     def _divided(
         self, others: list[int], splits: int | None, few_rows: int, even_turns: bool
     ) -> dict[str, int]:
@@ -411,14 +416,6 @@ class Layout(abc.ABC):
         if self.part is None:
             return found
         return division.fixed_parts(found, programs, self.part_count)
-
-    @property
-    def visits_few(self) -> bool:
-        """Whether a program has few rows and so few blocks of keys that it best has one
-        loop over them: a second one waits for memory again before it begins.
-        """
-        blocks = -(-self.size["s"] // self.rows["s"])
-        return self.has_few_rows and blocks <= FEW_BLOCKS * self.parts.get("z", 1)
 
     @property
     def _visited(self) -> tuple[str, ...]:

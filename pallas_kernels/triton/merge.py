@@ -29,8 +29,8 @@ from pallas_kernels.triton.memory import View
 
 # Parts that a program takes in at once; if there are more, then in turns.
 _PARTS = 64
-# Elements of its tile, at most: with four warps, 64 registers of a thread. Of rows it has
-# one, or as many as make so many elements: more programs then wait for memory at once
+# Elements of its tile, at most: with four warps, 64 registers of a thread. It has one
+# row, or as many as make so many elements: more programs then wait for memory at once
 # (benchmarks/lab/127).
 _ELEMENTS, _ROWS_ELEMENTS = 64 * 128, 16 * 128
 _MOST_ROWS = 16
