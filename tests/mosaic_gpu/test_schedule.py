@@ -184,6 +184,25 @@ def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
     assert layout.together == together
 
 
+@pytest.mark.parametrize(("size", "heads", "together"), [(64, 32, 4), (128, 16, 2)])
+def test_diagonals_of_heads_lie_side_by_side(size, heads, together, monkeypatch):
+    """As many as the cache holds: the longest one of the last head is not alone."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    rows = jax.ShapeDtypeStruct((2, 8192, heads, size), jnp.bfloat16)
+    operands = [Named(rows, ("b0", *axes)) for axes in ("tnh", "skh", "skd")]
+    operands.append(Named(jax.ShapeDtypeStruct((heads, 127), jnp.float32), ("n", "e")))
+    launch = Launch(Blocks(128, 128, num_warps=8, num_stages=2), None, PLAIN, False)
+    options = {"own": ("e",), "looped": ("b0",), "by_block": True}
+    layout = memory.TileGrid.of("dbias", operands, launch, **options)
+    assert layout.together == together
+    numbers = jnp.arange(layout.tiles, dtype=jnp.int32)
+    ids = layout.at_tile(numbers).program_ids()
+    assert (
+        len({*zip(*(ids[name].tolist() for name in "en"), strict=True)}) == 127 * heads
+    )
+    assert {*np.diff(ids["e"])} == {0, 1, -126}
+
+
 DATA = Named(np.zeros(1, np.int32), ("b0",))
 
 

@@ -63,7 +63,9 @@ def ddistance(
     diagonals = Named(jax.ShapeDtypeStruct(shape[:-2], F32), (*lead.axes, "e"))
     operands = inputs.with_outputs([diagonals])
     whole = dataclasses.replace(launch, splits=1)
-    options: dict[str, Any] = {"own": ("e",), "looped": summed}
+    # Beside those of other heads: the longest diagonal of the last head would begin
+    # among the last ones, and end long after the others.
+    options: dict[str, Any] = {"own": ("e",), "looped": summed, "by_block": True}
     layout = memory.TileGrid.of("dbias", operands, whole, **options)
     plan = Plan(launch, layout, parts, q.dtype, None, has_sums=True)
     (found,) = plan.call(
