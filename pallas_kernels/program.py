@@ -7,15 +7,17 @@ blocks that its range names (`core.ranges.Range.fold`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.axes import whole_axis
 from pallas_kernels.core.lists import Visited
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.positions import AT_THEIR_NUMBERS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
 from pallas_kernels.layout import Launch, Layout, Rows, in_pages, load_tree
@@ -135,18 +137,35 @@ def diagonal_program(
     """The start of a program that owns a diagonal of tiles, as `tile_program`.
 
     Returns:
-      Also the first and the end of its blocks of keys, and how many blocks of queries
-      stand before the one that meets block 0 of the keys.
+      Also the first and the end of its blocks of keys (none where it is known that no
+      query reaches a key), and how many blocks of queries stand before the one that
+      meets block 0 of the keys.
     """
     ids = layout.program_ids()
     where: Where = {**ids, **_heads(layout)}
     queries, keys = (-(-layout.size[a] // layout.rows[a]) for a in ("t", "s"))
     after = ids["e"] - (keys - 1)
     first, end = jnp.maximum(-after, 0), jnp.minimum(queries - after, keys)
-    spec = load_tree(with_end(spec, layout), ("t", "s"), where)
     block = layout.rows["t"]
+    for is_far in out_of_reach(spec, after, block):
+        end = jnp.where(is_far, first, end)
+    spec = load_tree(with_end(spec, layout), ("t", "s"), where)
     result = {"e": ids["e"], whole_axis(block): Rows(0, block)}
     return spec, where, result, (first, end, after)
+
+
+def out_of_reach(spec: AttentionSpec, after, block: int) -> Iterator[jax.Array]:
+    """Whether no query of a diagonal of tiles reaches a key, as far as is known here.
+
+    Args:
+      after: as of `diagonal_program`.
+      block: how many queries and keys a tile has.
+    """
+    if spec.positions != AT_THEIR_NUMBERS:
+        return
+    for tiles, reach in zip((after, -after), spec.traits.reach, strict=True):
+        if reach is not None:
+            yield (tiles - 1) * block + 1 > reach  # the least distance on that side
 
 
 def element(

@@ -190,6 +190,11 @@ class TileGrid(layout.Layout):
         blocks = min(blocks, blocks_alike or blocks)
         heads, programs = math.prod(self._heads.values()), device.multiprocessors()
         numbers = measured.here().numbers
+        if own == "e":  # programs come by all rows of the elements that they loop over
+            rows = (self.size["t"] + self.size["s"]) * self.elements
+            bytes_of_a_row = 2 * (self.size["h"] + self.size["d"])
+            most = numbers.cached_query_bytes // (rows * bytes_of_a_row)
+            return heads_per_wave(heads, blocks, programs, most)
         if own == "s":
             # A program waits for the one of the block before. Where few of a head run
             # at the same time, they begin one after the other, as they should.

@@ -90,6 +90,18 @@ MUTANTS = [
             "own = Rows(0 * self.warpgroup, parts)",
             OF_TABLE,
         ),
+        (
+            "one number for a diagonal that has several",
+            "lax.cond(count == 0,",
+            "lax.cond(count >= 0,",
+            OF_TABLE,
+        ),
+        (
+            "not the number that a diagonal has",
+            'pairs.along(least, "t")',
+            'pairs.along(least * 0, "t")',
+            OF_TABLE,
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/backward.py",

@@ -1,5 +1,6 @@
 """Which tiles the thread blocks of a Mosaic GPU kernel go through."""
 
+import dataclasses
 import heapq
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import device
+from pallas_kernels import device, program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
@@ -182,6 +183,40 @@ def test_heads_of_documents_lie_side_by_side(alike, together, monkeypatch):
     options = {"by_block": True, "blocks_alike": alike}
     layout = memory.TileGrid.of("dkv", operands, launch, **options)
     assert layout.together == together
+
+
+@pytest.mark.parametrize(("size", "heads", "together"), [(64, 32, 4), (128, 16, 2)])
+def test_diagonals_of_heads_lie_side_by_side(size, heads, together, monkeypatch):
+    """As many as the cache holds: the longest one of the last head is not alone."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    rows = jax.ShapeDtypeStruct((2, 8192, heads, size), jnp.bfloat16)
+    operands = [Named(rows, ("b0", *axes)) for axes in ("tnh", "skh", "skd")]
+    operands.append(Named(jax.ShapeDtypeStruct((heads, 127), jnp.float32), ("n", "e")))
+    launch = Launch(Blocks(128, 128, num_warps=8, num_stages=2), None, PLAIN, False)
+    options = {"own": ("e",), "looped": ("b0",), "by_block": True}
+    layout = memory.TileGrid.of("dbias", operands, launch, **options)
+    assert layout.together == together
+    numbers = jnp.arange(layout.tiles, dtype=jnp.int32)
+    ids = layout.at_tile(numbers).program_ids()
+    assert (
+        len({*zip(*(ids[name].tolist() for name in "en"), strict=True)}) == 127 * heads
+    )
+    assert {*np.diff(ids["e"])} == {0, 1, -126}
+
+
+@pytest.mark.parametrize("left", [None, 0, 63, 64, 65, 200])
+@pytest.mark.parametrize("right", [None, 0, 1, 130])
+def test_diagonals_out_of_reach(left, right):
+    """Those without a pair, and no others."""
+    spec, block, tiles = AttentionSpec(Score(1.0), (Window(left, right),)), 64, 5
+    q, kv = np.indices((tiles * block, tiles * block))
+    kept = spec.masks[0].keep(q, kv, q, kv)
+    kept = np.broadcast_to(True if kept is None else kept, q.shape)
+    for after in range(1 - tiles, tiles):
+        is_far = any(program.out_of_reach(spec, after, block))
+        assert is_far != kept[(q // block - kv // block) == after].any()
+    moved = dataclasses.replace(spec, offset=DATA)
+    assert not [*program.out_of_reach(moved, -3, block)]
 
 
 DATA = Named(np.zeros(1, np.int32), ("b0",))

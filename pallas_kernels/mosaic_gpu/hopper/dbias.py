@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -198,6 +199,15 @@ class Program(gradients.Program):
         """Step number `index`."""
         raise NotImplementedError
 
+    def with_spec(self, loop: Callable, spec: AttentionSpec):
+        """What a consumer's loop over all steps gives.
+
+        Args:
+          loop: of a spec, from which steps load what it has not loaded.
+          spec: the consumer's.
+        """
+        return loop(spec)
+
     def result(self) -> Where:
         """Where this warpgroup's rows of the result go."""
         raise NotImplementedError
@@ -332,9 +342,13 @@ class Consumer(gradients.Consumer):
 def compute(program: Program) -> None:
     """The role of a consumer: its rows of the result, summed over the steps."""
     consumer, plan = Consumer.start(program), program.plan
-    total = jnp.zeros((ROWS, plan.block_kv), F32)
-    add = functools.partial(_add, consumer)
-    i, total = lax.fori_loop(program.first, program.end, add, (jnp.int32(0), total))
+
+    def loop(spec: AttentionSpec):
+        add = functools.partial(_add, dataclasses.replace(consumer, spec=spec))
+        start = jnp.int32(0), jnp.zeros((ROWS, plan.block_kv), F32)
+        return lax.fori_loop(program.first, program.end, add, start)
+
+    i, total = program.with_spec(loop, consumer.spec)
     (output,) = program.outputs
     total = total * program.spec.dropout_scale
     program.store(output.at(consumer.where), total, i > 0)

@@ -9,6 +9,8 @@ diagonal.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +23,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.core.axes import Named, sizes
+from pallas_kernels.core.pointwise.tables import Taken
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.layout import Launch, Rows
+from pallas_kernels.layout import Elements, Launch, Rows
 from pallas_kernels.mosaic_gpu import memory, pairwise, support
 from pallas_kernels.mosaic_gpu.hopper.dbias import (
     Plan,
@@ -63,7 +66,9 @@ def ddistance(
     diagonals = Named(jax.ShapeDtypeStruct(shape[:-2], F32), (*lead.axes, "e"))
     operands = inputs.with_outputs([diagonals])
     whole = dataclasses.replace(launch, splits=1)
-    options: dict[str, Any] = {"own": ("e",), "looped": summed}
+    # Beside those of other heads: the longest diagonal of the last head would begin
+    # among the last ones, and end long after the others.
+    options: dict[str, Any] = {"own": ("e",), "looped": summed, "by_block": True}
     layout = memory.TileGrid.of("dbias", operands, whole, **options)
     plan = Plan(launch, layout, parts, q.dtype, None, has_sums=True)
     (found,) = plan.call(
@@ -123,6 +128,31 @@ class DiagonalProgram(Program):
         i = j + self.after
         start = {"t": i * layout.rows["t"], "s": j * layout.rows["s"]}
         return Step({**self.where, "i": i, "j": j}, start, lax.rem(index, elements))
+
+    def with_spec(self, loop: Callable, spec: AttentionSpec):
+        """A loop of its own for a diagonal on which each table has one number.
+
+        All steps read a table at the same distances. Those beyond some number often
+        share a place: what lies there is loaded once, and no step loads of the table.
+        """
+        _, here, _, start = self.element(spec, self.first)
+        where, differ = {**here, **self.rows_of(start)}, []
+        pairs = self.plan.pairs(spec, where, False)
+
+        def with_one(table, found):
+            if not (isinstance(table, Elements) and isinstance(found, Taken)):
+                return table
+            block, dtype = found.block, found.block.dtype
+            if not jnp.issubdtype(dtype, jnp.floating):
+                return table
+            least, most = (f(block.astype(F32), axis=1) for f in (jnp.min, jnp.max))
+            differ.append((least != most).astype(jnp.int32))  # as NaN does
+            return Taken(pairs.along(least, "t").astype(dtype))
+
+        score = jax.tree.map(with_one, spec.score, pairs.spec.score)
+        of_one = dataclasses.replace(spec, score=score)
+        count = support.warpgroup_any(self.warpgroup, functools.reduce(jnp.add, differ))
+        return lax.cond(count == 0, lambda: loop(of_one), lambda: loop(spec))
 
     def result(self) -> Where:
         parts = self.plan.block_kv // ROWS
