@@ -54,6 +54,7 @@ REGIMES = {
     "paged": "likewise, and the keys lie in pages",
     "paged rows": "likewise, in pages that no block of 64 rows lies in",
     "paged byte": "likewise, in elements of one byte, in any pages",
+    "paged byte turn": "likewise, and all programs run at once if one more fits",
     "paged many": "keys in pages, and more than 32 rows of queries",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
@@ -66,6 +67,7 @@ INSTEAD = {
     "paged": "decode",
     "paged rows": "paged",
     "paged byte": "paged",
+    "paged byte turn": "paged byte",
 }
 
 
@@ -166,7 +168,11 @@ def _of_pages(operands, spec: AttentionSpec) -> str:
     """Which of the regimes of keys in pages."""
     assert spec.pages is not None
     if any(x.dtype.itemsize == 1 for x in operands):
-        return "paged byte"
+        size, gpu = sizes(operands), device.multiprocessors()
+        axes = *batch_axes(operands), "k" if "k" in size else "n"
+        programs = math.prod(size[name] for name in axes)
+        left = programs - number("triton", "paged_programs") * gpu
+        return "paged byte turn" if 0 < left <= gpu else "paged byte"
     return "paged rows" if spec.pages.size % 64 else "paged"
 
 
