@@ -74,6 +74,7 @@ def parts(
     waves: int | None = None,
     longest: int | None = None,
     even_turns: bool = False,
+    at_once: int | None = None,
 ) -> dict[str, int]:
     """Into how many parts the work of each program is divided, by axis.
 
@@ -90,6 +91,8 @@ def parts(
         None for any number.
       even_turns: whether it is known how many programs run at once, and a last turn of
         a few of them is to be avoided.
+      at_once: programs for each multiprocessor that run at the same time; None for the
+        table's.
 
     Returns:
       The sizes of the axes of `PARTS` that are not 1.
@@ -101,6 +104,7 @@ def parts(
         z = splits // y if blocks > 1 else 1
     else:
         gpu = device.multiprocessors()
+        at_once = gpu * (at_once or number("paged_programs"))
         y = z = 1
         waves = number("waves") if waves is None else waves
         if programs < number("enough_programs") * gpu:
@@ -113,13 +117,13 @@ def parts(
             most = _MOST_TILES * gpu // (programs * y)
             least = min(blocks // longest, most)
             most = min(most, max(least, blocks // number("fewest_blocks")))
-            z = min(_filling(programs * y, least), most) if least > z else z
+            z = min(_filling(programs * y, least, at_once), most) if least > z else z
         if even_turns and y == z == 1:
-            z = _even_turns(programs, blocks // number("fewest_blocks"))
+            z = _even_turns(programs, blocks // number("fewest_blocks"), at_once)
     return {name: n for name, n in zip(PARTS, (y, z), strict=True) if n > 1}
 
 
-def _filling(programs: int, least: int) -> int:
+def _filling(programs: int, least: int, at_once: int) -> int:
     """Into how many parts programs are divided so that as many as run at once end.
 
     Where 396 programs run at once, four parts of 128 took 1.08 times as long as six
@@ -127,17 +131,13 @@ def _filling(programs: int, least: int) -> int:
 
     Args:
       least: parts that there are to be.
+      at_once: programs that run at the same time.
     """
-    at_once = _at_once()
     turns = -(-programs * least // at_once)
     return turns * at_once // programs
 
 
-def _at_once() -> int:
-    return number("paged_programs") * device.multiprocessors()
-
-
-def _even_turns(programs: int, most: int) -> int:
+def _even_turns(programs: int, most: int, at_once: int) -> int:
     """Into how many parts programs are divided if few would be left for a last turn.
 
     Of 512 programs 396 run at once. In two parts they took 248 us, not 258, and 384
@@ -146,11 +146,12 @@ def _even_turns(programs: int, most: int) -> int:
 
     Args:
       most: parts that there may be.
+      at_once: as of `_filling`.
     """
 
     def time(parts: int) -> float:
-        turns, rest = divmod(programs * parts, _at_once())
-        rest = max(rest / _at_once(), number("last_turn")) if rest else 0.0
+        turns, rest = divmod(programs * parts, at_once)
+        rest = max(rest / at_once, number("last_turn")) if rest else 0.0
         return (turns + rest) / parts
 
     best = min(range(1, 1 + max(1, min(most, _FEW_PARTS))), key=time)
@@ -277,3 +278,9 @@ def _has_tables_of_heads(spec: AttentionSpec) -> bool:
 
 def _other(place: str) -> str:
     return "t" if place == "g" else "g"
+
+
+def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeStruct:
+    """A result's struct for a kernel, which inside `shard_map` must say more."""
+    axes = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axes)

@@ -24,7 +24,6 @@ from pallas_kernels.configs import PART, Blocks
 from pallas_kernels.core.arithmetic import Arithmetic
 from pallas_kernels.core.axes import batch_axes, group_of, is_numbered, sizes
 from pallas_kernels.core.lists import Visited
-from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.pointwise.tables import Distances, Table
 from pallas_kernels.core.ranges import Range, divide, everything
 from pallas_kernels.tables import FEW_ROWS, pieces
@@ -244,34 +243,7 @@ def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):
     return jax.tree.map(load, tree)
 
 
-def in_pages(pages: Pages, rows: Rows) -> dict[str, Any]:
-    """Where a block of rows lies in a pool: its page, and its rows of that.
-
-    If it lies in several pages, those are arrays, with a number for each row.
-
-    Args:
-      pages: of a `View`.
-      rows: of the axis `s`; those that do not exist may be said to be in any page.
-    """
-    table, (*_, places) = pages.table, pages.table.ref.shape
-    fixed = {"u0": np.int32(0), "u1": np.int32(1)}
-    if pages.size % rows.size == 0:
-        place, first = pages.place(rows.start, places)
-        limit = None if rows.limit is None else rows.limit - (rows.start - first)
-        page = pages.page(table.load((), {"c": place}))
-        return {**fixed, "p": page, "r": Rows(first, rows.size, limit, rows.kept)}
-    place, row = pages.place(rows.numbers, places)
-    entries = Scattered(rows.start, rows.size, numbers_of=place)
-    page = pages.page(table.load(("c",), {"c": entries}))
-    found = Scattered(rows.start, rows.size, rows.limit, rows.kept, numbers_of=row)
-    return {**fixed, "p": page, "r": found}
-
-
-def varying_like(struct: jax.ShapeDtypeStruct, x: jax.Array) -> jax.ShapeDtypeStruct:
-    """A result's struct for a kernel, which inside `shard_map` must say more."""
-    axes = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=axes)
-
+_REGISTERS = 65536  # of a multiprocessor
 
 # The axis whose blocks a kernel's programs own, and the head axis of its grid; those of
 # "dbias" own what its result has.
@@ -336,7 +308,11 @@ class Layout(abc.ABC):
         # How many programs run at once was seen of these.
         timed = bool(few_rows) and 1 not in kinds and size["h"] == size["d"] == 128
         others = [size[name] for name in names]
-        self.parts = self._divided(others, splits, few_rows, timed)
+        options = {"few_rows": few_rows, "even_turns": timed, "splits": splits}
+        if blocks.max_registers is not None:
+            threads = 32 * blocks.num_warps
+            options["at_once"] = _REGISTERS // (threads * blocks.max_registers)
+        self.parts = self._divided(others, **options)
         self.visits_few = bool(few_rows) and self._visits_few("c" in size, 1 in kinds)
         self.names = (*parallel, *self.parts, *names)
         counts = *self.num_blocks.values(), *self.parts.values()
@@ -395,7 +371,7 @@ class Layout(abc.ABC):
         return blocks <= most * self.parts.get("z", 1)
 
     def _divided(
-        self, others: list[int], splits: int | None, few_rows: int, even_turns: bool
+        self, others: list[int], few_rows: int, **options: Any
     ) -> dict[str, int]:
         """The sizes of the axes of parts (`division.parts`)."""
         visited = [-(-self.size[a] // self.rows[a]) for a in self._visited]
@@ -407,11 +383,10 @@ class Layout(abc.ABC):
             programs,
             self.elements,
             math.prod(visited),
-            splits=splits,
             few_rows=few_rows,
             waves=self.waves,
             longest=longest,
-            even_turns=even_turns,
+            **options,
         )
         if self.part is None:
             return found

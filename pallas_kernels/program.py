@@ -12,15 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.core.axes import whole_axis
 from pallas_kernels.core.lists import Visited
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.positions import AT_THEIR_NUMBERS
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits
-from pallas_kernels.layout import Launch, Layout, Rows, in_pages, load_tree
+from pallas_kernels.layout import Launch, Layout, Rows, Scattered, load_tree
 
 Where = dict[str, Any]
 
@@ -221,6 +223,29 @@ def visit_at(
     if name == "s" and spec.pages is not None:
         found |= in_pages(spec.pages, rows)
     return found
+
+
+def in_pages(pages: Pages, rows: Rows) -> dict[str, Any]:
+    """Where a block of rows lies in a pool: its page, and its rows of that.
+
+    If it lies in several pages, those are arrays, with a number for each row.
+
+    Args:
+      pages: of a `View`.
+      rows: of the axis `s`; those that do not exist may be said to be in any page.
+    """
+    table, (*_, places) = pages.table, pages.table.ref.shape
+    fixed = {"u0": np.int32(0), "u1": np.int32(1)}
+    if pages.size % rows.size == 0:
+        place, first = pages.place(rows.start, places)
+        limit = None if rows.limit is None else rows.limit - (rows.start - first)
+        page = pages.page(table.load((), {"c": place}))
+        return {**fixed, "p": page, "r": Rows(first, rows.size, limit, rows.kept)}
+    place, row = pages.place(rows.numbers, places)
+    entries = Scattered(rows.start, rows.size, numbers_of=place)
+    page = pages.page(table.load(("c",), {"c": entries}))
+    found = Scattered(rows.start, rows.size, rows.limit, rows.kept, numbers_of=row)
+    return {**fixed, "p": page, "r": found}
 
 
 def _keys_at(spec: AttentionSpec, where: Where, layout: Layout, start) -> Rows:

@@ -54,7 +54,8 @@ REGIMES = {
     "paged": "likewise, and the keys lie in pages",
     "paged rows": "likewise, in pages that no block of 64 rows lies in",
     "paged byte": "likewise, in elements of one byte, in any pages",
-    "paged byte turn": "likewise, and all programs run at once if one more fits",
+    "paged byte bound": "likewise, in small pages, or all programs run at once if one "
+    "more fits: with fewer registers of each thread",
     "paged many": "keys in pages, and more than 32 rows of queries",
     "float32": "elements of four bytes",
     "float32 highest": "their products split in bfloat16",
@@ -67,7 +68,7 @@ INSTEAD = {
     "paged": "decode",
     "paged rows": "paged",
     "paged byte": "paged",
-    "paged byte turn": "paged byte",
+    "paged byte bound": "paged byte",
 }
 
 
@@ -172,7 +173,8 @@ def _of_pages(operands, spec: AttentionSpec) -> str:
         axes = *batch_axes(operands), "k" if "k" in size else "n"
         programs = math.prod(size[name] for name in axes)
         left = programs - number("triton", "paged_programs") * gpu
-        return "paged byte turn" if 0 < left <= gpu else "paged byte"
+        is_bound = spec.pages.size % 64 or 0 < left <= gpu
+        return "paged byte bound" if is_bound else "paged byte"
     return "paged rows" if spec.pages.size % 64 else "paged"
 
 

@@ -24,14 +24,14 @@ BACKEND = "triton"
 KERNELS = configs.KERNELS
 HEAD_SIZES = tuple(tuning.TUNED_SIZES.get(size, size) for size in tables.HEADS)
 REGIMES = tuple(tables.REGIMES)
-_MANY, _TURN = "paged many", "paged byte turn"
+_MANY, _BOUND = "paged many", "paged byte bound"
 # Of keys in a cache: page sizes and kinds of pools, or None for keys without pages.
 _CACHED: dict[str, tuple | None] = {
     "decode": None,
     "paged": ((64, jnp.bfloat16), (128, jnp.bfloat16)),
     "paged rows": ((16, jnp.bfloat16),),
     "paged byte": ((64, jnp.int8), (64, jnp.float8_e4m3fn)),
-    _TURN: ((64, jnp.int8), (64, jnp.float8_e4m3fn)),
+    _BOUND: ((64, jnp.int8), (16, jnp.int8), (64, jnp.float8_e4m3fn)),
     _MANY: ((64, jnp.bfloat16), (64, jnp.int8)),
 }
 _REGISTERS = 65536  # of a multiprocessor
@@ -62,7 +62,7 @@ def candidates(kernel: str, head_size: int, regime: str) -> list[Blocks]:
     if regime in _CACHED and regime != _MANY:  # its block of queries holds them all
         shapes = itertools.product([64], (32, 64, 128, 256), (1, 2, 4, 8), (2, 3, 4))
         found += itertools.starmap(Blocks, shapes)
-        if regime == _TURN:
+        if regime == _BOUND:
             at_once = 1 + tables.number("triton", "paged_programs")
             found += [
                 dataclasses.replace(x, max_registers=min(most, 248))
@@ -171,7 +171,7 @@ def problems(regime: str, head_size: int) -> list[Problem]:
         few = (16, 1, 8192, 8), (1, 1, 65536, 8), (4, 8, 8192, 8)
         many = (16, 16, 8192, 8), (1, 2048, 16384, 8)
         turn = ((4 * device.multiprocessors() // 8, 1, 4096, 8),)
-        for b, t, s, k in {_MANY: many, _TURN: turn}.get(regime, few):
+        for b, t, s, k in {_MANY: many, _BOUND: turn}.get(regime, few):
             of = Shape(b, s, 32, k, head_size, True, "bfloat16")
             if pools is None:
                 found.append(Problem(of, queries=t))

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, layout
+from pallas_kernels import device, division, layout
 from pallas_kernels.core.axes import Named, is_numbered
 from pallas_kernels.core.pointwise.tables import Distances
 from pallas_kernels.layout import Rows
@@ -189,24 +189,20 @@ class TileGrid(layout.Layout):
         ((own, blocks),) = self.num_blocks.items()
         blocks = min(blocks, blocks_alike or blocks)
         heads, programs = math.prod(self._heads.values()), device.multiprocessors()
-        numbers = measured.here().numbers
-        if own == "e":  # programs come by all rows of the elements that they loop over
-            rows = (self.size["t"] + self.size["s"]) * self.elements
-            bytes_of_a_row = 2 * (self.size["h"] + self.size["d"])
-            most = numbers.cached_query_bytes // (rows * bytes_of_a_row)
-            return heads_per_wave(heads, blocks, programs, most)
+        numbers, h, d = measured.here().numbers, self.size["h"], self.size["d"]
+        if own == "t":
+            cached = numbers.cached_key_bytes // (2 * self.size["s"] * (h + d))
+            return heads_per_wave(heads, blocks, programs, max(cached, 1) * self.group)
         if own == "s":
             # A program waits for the one of the block before. Where few of a head run
             # at the same time, they begin one after the other, as they should.
-            parts = math.prod(self.parts.values())
-            rows = self.group * self.size["t"]
-            bytes_of_a_row = 6 * self.size["h"] + 2 * self.size["d"]
-            most = numbers.cached_query_bytes // (rows * bytes_of_a_row)
-            waiting = int(numbers.in_turn * programs)
-            return heads_per_wave(heads, blocks * parts, waiting, most)
-        elements = self.size["s"] * (self.size["h"] + self.size["d"])
-        cached = max(numbers.cached_key_bytes // (2 * elements), 1) * self.group
-        return heads_per_wave(heads, blocks, programs, cached)
+            read = self.group * self.size["t"] * (6 * h + 2 * d)
+            blocks *= math.prod(self.parts.values())
+            programs = int(numbers.in_turn * programs)  # that wait
+        else:  # diagonals: programs come by all rows of what they loop over
+            read = 2 * (self.size["t"] + self.size["s"]) * self.elements * (h + d)
+        most = numbers.cached_query_bytes // read
+        return heads_per_wave(heads, blocks, programs, most)
 
     @property
     def tiles(self) -> int:
@@ -433,7 +429,7 @@ def call(
     body.__name__ = body.__qualname__ = name
     found = plgpu.kernel(
         body,
-        out_type=[layout.varying_like(x.value, operands[0].value) for x in results],
+        out_type=[division.varying_like(x.value, operands[0].value) for x in results],
         scratch_types=shared,
         grid=(programs or grid.tiles,),
         grid_names=("program",),

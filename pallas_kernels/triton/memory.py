@@ -221,7 +221,7 @@ def call(
         grid=grid.grid,
         in_specs=list(specs[: len(operands)]),
         out_specs=list(specs[len(operands) :]),
-        out_shape=[layout.varying_like(x.value, operands[0].value) for x in outputs],
+        out_shape=[division.varying_like(x.value, operands[0].value) for x in outputs],
         blocks=launch.blocks,
         interpret=launch.interpret,
         name=name,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import layout
+from pallas_kernels import division
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core import flash2, parts
 from pallas_kernels.core.axes import Named
@@ -89,7 +89,7 @@ def merged(
         grid=(tiles.programs,),
         in_specs=specs[:-2],
         out_specs=specs[-2:],
-        out_shape=[layout.varying_like(x, inputs[0]) for x in results],
+        out_shape=[division.varying_like(x, inputs[0]) for x in results],
         blocks=Blocks(16, 16, num_warps=4, num_stages=1),
         interpret=interpret,
         name="flash2_merge",

@@ -430,4 +430,13 @@ MUTANTS = [
             DIVIDED,
         ),
     ),
+    *of(
+        "pallas_kernels/program.py",
+        (
+            "the main diagonal out of reach",
+            "(tiles - 1) * block + 1 > reach",
+            "tiles * block + 1 > reach",
+            f"{SCHEDULE} -k out_of_reach",
+        ),
+    ),
 ]

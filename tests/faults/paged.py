@@ -167,6 +167,36 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/layout.py",
+        (
+            "two loops over few blocks of keys",
+            "self.visits_few = bool(few_rows) and",
+            "self.visits_few = False and",
+            LOWERED.format("have_one_loop"),
+        ),
+        (
+            "one loop over many blocks of keys",
+            'return blocks <= most * self.parts.get("z", 1)',
+            "return True",
+            LOWERED.format("have_one_loop"),
+        ),
+        (
+            "bound registers and as many programs as without",
+            'options["at_once"] = _REGISTERS // (threads * blocks.max_registers)',
+            "pass",
+            LOWERED.format("small_pages_of_bytes"),
+        ),
+    ),
+    *of(
+        "pallas_kernels/tables.py",
+        (
+            "registers bound whatever the number of programs",
+            "0 < left <= gpu",
+            "left <= gpu",
+            "tests/triton/test_tuning.py -k calls_of_its_own",
+        ),
+    ),
+    *of(
         "pallas_kernels/triton/forward.py",
         (
             "values are all pieces of keys",
@@ -251,6 +281,18 @@ MUTANTS = [
             'as_floats("alibi_slopes", x, widest=4)',
             'as_floats("alibi_slopes", x)',
             f"{CALLS} -k 64_bits",
+        ),
+        (
+            "no causal mask of two queries",
+            "is_last = shape.t == 1",
+            "is_last = shape.t <= 3",
+            PAGED.format("rows_of_pages and xla"),
+        ),
+        (
+            "positions after lengths that are beyond the rows",
+            'end, count = _inside(given["lengths"], shape.s)',
+            'end, count = given["lengths"]',
+            PAGED.format("beyond"),
         ),
     ),
     *of(

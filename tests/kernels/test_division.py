@@ -198,7 +198,7 @@ def test_parts_of_a_range_are_the_range(a, b, c, d, count):
         (128, 71, 32, 0, {"y": 9}),  # which no number divides
         (128, 1, 512, 2, {"z": 2}),  # decoding
         (128, 1, 512, 3, {"z": 3}),  # more programs of each multiprocessor
-        (8, 1, 64, 2, {"z": 16}),  # as many as there are blocks for
+        (8, 1, 64, 2, {"z": 32}),  # as many as there are blocks for
         (8, 1, 3, 2, {}),
         (32, 1, 800, 0, {"z": 4}),  # few heads and few queries
     ],
@@ -227,13 +227,14 @@ def test_parts_are_bounded(programs, elements, blocks, few, longest):
 def test_parts_of_a_long_table_are_short(monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda: 132)
 
-    def parts(programs):
-        options = {"few_rows": 2, "splits": None, "longest": 128}
+    def parts(programs, **options):
+        options |= {"few_rows": 2, "splits": None, "longest": 128}
         return division.parts(programs, 1, 512, **options)
 
     assert parts(512) == {"z": 4}
     # Four would leave 116 of 512 programs to a second turn of 396.
     assert parts(128) == {"z": 6}
+    assert parts(128, at_once=4) == {"z": 4}
     assert parts(1056) == {"z": 2}  # as many as there is room for
     assert parts(4096) == {}
 

@@ -107,6 +107,12 @@ def test_a_last_turn_of_few_programs_is_avoided():
     assert not parts_of(64, 4096, jnp.int8)
 
 
+def test_small_pages_of_bytes_have_parts_for_bound_registers():
+    """Four programs of 128 threads of 128 registers: 512 of them run at once."""
+    assert parts_of(16, 32768, jnp.int8) == 6
+    assert parts_of(16, 32768, jnp.int8, page=16) == 4
+
+
 @pytest.mark.parametrize(("keys", "loops"), [(8192, 1), (16384, 3)])
 def test_few_blocks_of_keys_have_one_loop(keys, loops):
     """More have one for those without a mask, too, and one that begins again."""
@@ -114,13 +120,15 @@ def test_few_blocks_of_keys_have_one_loop(keys, loops):
     assert text.count("scf.for") == loops
 
 
-def parts_of(count: int, keys: int, dtype=jnp.bfloat16) -> int | None:
+def parts_of(count: int, keys: int, dtype=jnp.bfloat16, page: int = 64) -> int | None:
     """Of each of so many sequences of 8 key heads, which fill the GPU by themselves."""
     ints = functools.partial(struct, dtype=jnp.int32)
-    pools = {f"{x}_pages": struct(8, 64, 8, 128, dtype=dtype) for x in ("key", "value")}
+    pools = {
+        f"{x}_pages": struct(8, page, 8, 128, dtype=dtype) for x in ("key", "value")
+    }
     data = pools | {"query": struct(count, 1, 32, 128)}
     data |= {
-        "page_table": ints(count, keys // 64),
+        "page_table": ints(count, keys // page),
         "key_value_seq_lengths": ints(count),
     }
 
