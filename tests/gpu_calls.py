@@ -15,6 +15,21 @@ BF16, F16, F32 = "bfloat16", "float16", "float32"
 CAUSAL = {"is_causal": True}
 DROPOUT = {"dropout_rate": 0.1}
 
+# Calls of which kernels spill more than all others may, and how many bytes a thread at
+# most: no blocks that were compiled spill less on the GPUs that are meant, but those of
+# ALiBi, which would cost all causal calls a stage (benchmarks/lab/097).
+SPILLED = {
+    "float32 512 full short": {"dq": 240, "tangent": 1008},
+    "float32 highest 256 causal": {
+        "dk": 408,
+        "dq": 1568,
+        "forward": 212,
+        "tangent": 43888,
+    },
+    "float32 64 bias": {"forward": 144},
+    "bf16 128 ALiBi causal": {"forward": 160},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class GpuCall:

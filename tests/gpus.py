@@ -8,10 +8,11 @@
 Arrays have the types of a described GPU, so that the library chooses as it would there;
 JAX's CUDA plugin compiles forward and gradients with XLA's Triton. Shared memory is
 what XLA says, registers and spills are what ptxas says. Exits with 1 if a call does not
-compile, a kernel spills more than 128 bytes a thread (stores and loads together, and
-not on Hopper, whose blocks were timed), takes more shared memory than was estimated, or
-so little that the estimate is more than 1.3 times that, or, on GPUs of 99 KiB, leaves
-less than two warps to a scheduler at head sizes of 64 and 128. Nothing runs on a GPU.
+compile, a kernel spills more than 128 bytes a thread (stores and loads together; not on
+Hopper, whose blocks were timed; `gpu_calls.SPILLED` has exceptions), takes more shared
+memory than was estimated, or so little that the estimate is more than 1.3 times that,
+or, on GPUs of 99 KiB, leaves less than two warps to a scheduler at head sizes of 64 and
+128. Nothing runs on a GPU.
 
 Needs the extra `test-gpus`. Each GPU has a process of its own: XLA reads where it puts
 what it makes once.
@@ -74,9 +75,11 @@ class Kernel:
     registers: int
     spilled: int
 
-    def faults(self, target: Target, head_size: int) -> Iterator[str]:
+    def faults(
+        self, target: Target, head_size: int, most_spilled: int = MOST_SPILLED
+    ) -> Iterator[str]:
         was_timed = target.capability == "9.0"  # what spills there was the fastest
-        if self.spilled > MOST_SPILLED and not was_timed:
+        if self.spilled > most_spilled and not was_timed:
             yield f"{self.name} spills {self.spilled} bytes a thread"
         if self.shared_memory > self.estimate:
             yield (
@@ -180,7 +183,7 @@ class Compiler:
         import jax
 
         from jax_flash2 import attention, explain
-        from tests.gpu_calls import of_arrays, with_gradients
+        from tests.gpu_calls import SPILLED, of_arrays, with_gradients
 
         for path in self.dump.glob("*"):
             path.unlink()
@@ -205,7 +208,14 @@ class Compiler:
         del compiled
         served = re.findall(r"^implementation: (\w+)", texts[0], re.M)[0]
         found = kernels(self.dump, self._chosen)
-        faults = [x for k in found for x in k.faults(self.target, call.heads[2])]
+        most = SPILLED.get(call.name, {})
+        faults = [
+            fault
+            for k in found
+            for fault in k.faults(
+                self.target, call.heads[2], most.get(k.name, MOST_SPILLED)
+            )
+        ]
         if served == "triton" and not found:
             faults.append("no kernel is in the program")
         if served == "xla" and "triton: " not in texts[0]:

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.device import Gpu
 from tests import gpus
-from tests.gpu_calls import CALLS
+from tests.gpu_calls import CALLS, SPILLED
 from tests.gpu_targets import TARGETS
 from tests.tiers import deep
 
@@ -47,6 +47,12 @@ def test_what_a_fault_is(name, changes, words):
     found = list(kernel.faults(TARGETS[name], 128))
     assert len(found) == (words is not None)
     assert all(re.search(words or "", x) for x in found)
+
+
+def test_exceptions_are_of_calls_that_there_are():
+    kernel = dataclasses.replace(GOOD, spilled=232)
+    assert not [*kernel.faults(TARGETS["rtx4090"], 128, 240)]
+    assert {call.name for call in CALLS} >= {*SPILLED}
 
 
 def test_described_gpus_are_those_that_the_library_knows():
