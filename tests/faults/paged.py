@@ -193,7 +193,7 @@ MUTANTS = [
             "registers bound whatever the number of programs",
             "0 < left <= gpu",
             "left <= gpu",
-            "tests/triton/test_tuning.py -k calls_of_its_own",
+            "tests/triton/test_tuning.py -k 'calls_of_its_own and byte'",
         ),
     ),
     *of(
