@@ -118,6 +118,8 @@ def scenarios(quick: bool, small: bool) -> dict[str, Callable[[], _Programs]]:
         name = f"{count} requests, {prefix} keys in common, {own} of their own"
         made = functools.partial(serving_calls.shared, count, prefix, own)
         found[name] = lambda made=made: ([*made()], {})
+    rows = 128 if small else 8192
+    found[f"a prompt of {rows}"] = lambda: ([*serving_calls.prompt(rows)], {})
     found["append"] = appending
     return found
 

@@ -316,6 +316,29 @@ def shared(count: int, prefix: int, own: int, page: int = 64) -> Iterator[Progra
     yield Program(UNSHARED, function, [given], size, want=want)
 
 
+def prompt(rows: int, page: int = 64) -> Iterator[Program]:
+    """As many queries as keys: in order, and from pages."""
+    case = dataclasses.replace(_of_rows(rows), t=rows)
+    cache, few = Cache.of(case, "bfloat16"), 4  # queries that are compared
+    q, lengths, (table, *_) = query(case), lengths_of(case), tables(case, page)
+    keys, values = in_order(case, cache)[0]
+    size = keys.nbytes + values.nbytes
+
+    def last(x):
+        return x[-1, -few:]
+
+    want = exact(q[-1, -few:], cache, np.arange(rows))
+    given = (q, keys, values, lengths)
+    yield Program("jax_flash2, dense", _dense, [given], size, last, want)
+    want = exact(q[-1, -few:], cache, rows_of(table[-1], page))
+    given = (q, *cache.arrays, jnp.asarray(table), lengths)
+    for name in (None, "mosaic_gpu") if harness.is_gpu() else (None,):
+        run = paged(page, implementation=name)
+        words = f", {name}" if name else ""
+        peer = f"bfloat16, pages of {page}{words}"
+        yield Program(peer, run, [given], size, last, want)
+
+
 def appended(case: Case, kind: str, page: int = 64) -> Program:
     """A token for each sequence, written into a pool in place."""
     cache = Cache.of(dataclasses.replace(case, s=page), kind)

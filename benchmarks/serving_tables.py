@@ -18,6 +18,7 @@ _TIMES, _HALF = 1.7, 128e6
 _SMALL_CALL, _MOST_US = "B 1, S 4096", 10.0
 # A ragged call beside its two halves; a prefix that is read once beside one of each.
 _MOST_OF_APART, _LEAST_SHARED = 1.1, 20.0
+_PROMPT_OF_DENSE = 0.95
 
 _Rows = Mapping[str, Mapping]
 
@@ -88,7 +89,11 @@ def goals(rows: Sequence[Mapping]) -> Iterator[list[str]]:
         if plain and row["size"] >= _HALF:
             found = plain["seconds"] / row["seconds"]
             yield _goal(f"{name}, times bfloat16", _TIMES, found)
-        if page is not None and _kind(peer) == "bfloat16":
+        if page is not None and call.startswith("a prompt"):
+            found = _beside(row, at.get(_DENSE))
+            if found:
+                yield _goal(f"{name}, of dense", _PROMPT_OF_DENSE, found)
+        elif page is not None and _kind(peer) == "bfloat16":
             if call == _shape(_SMALL_CALL, call):
                 yield _goal(f"{name}, us", _MOST_US, 1e6 * row["seconds"], most=True)
             found = _beside(row, at.get(_DENSE))

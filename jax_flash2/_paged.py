@@ -111,7 +111,9 @@ def paged_attention(
       kv_layout: the axes of pools in memory, by letters: P pages, S rows, K heads, H
         elements (last), 2 keys and values in one array (`value_pages` is None then).
         "PSKH", "PKSH" and "KPSH" are in use, and "P2SKH", "PSK2H" of arrays of both.
-      implementation: "triton", "xla", "reference", or None, as in `attention`.
+      implementation: "triton", "xla", "reference", "mosaic_gpu" (Hopper GPUs; it copies
+        the keys of all sequences into rows first, and was not timed), or None, as in
+        `attention`.
       config: as in `attention`; `Config.forward` and `Config.splits` count.
       return_residual: if True, also return the log-sum-exp of the scores.
 
@@ -356,7 +358,11 @@ def _score(given: dict[str, Named], shape: Shape, scale, logits_soft_cap) -> Sco
 def _masks(
     given: dict[str, Named], shape: Shape, window, is_causal: bool
 ) -> tuple[Atom, ...]:
-    masks: list[Atom] = [Lengths(_queries(given, shape), given["lengths"])]
+    # Of one query they are as they came: ranges and limits end with the rows that there
+    # are, and to clip them would be a kernel of its own, a tenth of a short call.
+    lengths = given["lengths"]
+    lengths = lengths if shape.t == 1 else _inside(lengths, shape.s)
+    masks: list[Atom] = [Lengths(_queries(given, shape), lengths)]
     if "key_value_seq_starts" in given:
         first = jnp.clip(given["key_value_seq_starts"].value, 0, shape.s)
         masks.append(Starts(Named(first, ("b0",))))

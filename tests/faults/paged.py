@@ -29,6 +29,24 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/mosaic_gpu/hopper/__init__.py",
+        (
+            "a copy of pages that nobody asked for",
+            "slower=paged.SLOWER) if is_plan",
+            "slower=None) if is_plan",
+            "tests/mosaic_gpu/test_paged.py -k plan",
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/paged.py",
+        (
+            "the dtype of elements of pages as queries",
+            "call.size, call.dtype)",
+            "call.size, jax.numpy.float32)",
+            "tests/mosaic_gpu/test_paged.py -k plan",
+        ),
+    ),
+    *of(
         "pallas_kernels/layout.py",
         (
             "a limit that is not one of the page",

@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_gpu.hopper import (
     fp8,
     fp8_plan,
     gradient_blocks,
+    paged,
     tangent_blocks,
     tuning,
 )
@@ -70,6 +71,10 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     why_not = _unsupported(call)
     if why_not is not None:
         return Declined(why_not)
+    if call.spec.pages is not None:
+        found = plan(paged.structs_in_order(call), pass_)
+        is_plan = isinstance(found, _Plan)
+        return dataclasses.replace(found, slower=paged.SLOWER) if is_plan else found
     if call.is_invariant and pass_ == "forward":
         return Declined(
             "Config(invariant=True): which sums a tile makes depends on its other rows"
@@ -94,8 +99,6 @@ def _unsupported(call: Call) -> str | None:
         return f"dtype {jnp.dtype(call.dtype).name} is not bfloat16 or float16"
     if lacking := call.lacking(support.OPERATIONS):
         return lacking
-    if call.spec.pages is not None:
-        return "its kernels read no keys in pages"
     if call.reads_bytes and not call.is_quantised:
         return support.QUANTISED_KEYS
     if call.is_symbolic:
@@ -198,6 +201,8 @@ def forward(plan: PassPlan, call: Call, outputs):
     """Output and log-sum-exp (`backend.Backend`)."""
     if call.is_quantised:
         return fp8.forward(plan, call, outputs)
+    if call.spec.pages is not None:
+        call = paged.in_order(call)
     spec = pairwise.in_words(call.spec, "s").with_keys(call.size["s"])
     spec = _with_table(spec, plan.launch.blocks, call.size)
     operands = call.query, call.key, call.value, spec

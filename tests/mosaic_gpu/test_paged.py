@@ -1,0 +1,108 @@
+"""Keys in pages, copied into rows for the kernels of Hopper."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash2 import paged_attention
+from pallas_kernels.backend import Call, Declined
+from pallas_kernels.core.axes import Named
+from pallas_kernels.core.masks import Lengths
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.scores import Score
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.mosaic_gpu import hopper
+from pallas_kernels.mosaic_gpu.hopper import paged
+from tests.cases import ON_GPU
+from tests.lowering import described_as_here, kernel_modules, lower_for_gpu
+
+B, PAGE, PAGES, HEADS, H = 2, 16, 40, 2, 64
+TABLE = np.random.default_rng(0).integers(-3, PAGES + 3, (B, 20))
+LENGTHS = np.array([300, 37])
+
+
+def call(t: int, dtype="bfloat16") -> Call:
+    """One of t queries; what no query looks at is NaN."""
+    rng = np.random.default_rng(1)
+    pool = rng.standard_normal((2, PAGES, PAGE, HEADS, H)).astype(np.float32)
+    k, v = (Named(jnp.asarray(x, dtype), ("p", "r", "k", "h")) for x in pool)
+    q = rng.standard_normal((B, t, 4, H)).astype(np.float32)
+    masks = (Lengths(key_value=Named(jnp.asarray(LENGTHS, jnp.int32), ("b0",))),)
+    table = Named(jnp.asarray(TABLE, jnp.int32), ("b0", "c"))
+    spec = AttentionSpec(Score(H**-0.5), masks, pages=Pages(table, PAGES, PAGE))
+    values = Named(v.value, ("p", "r", "k", "d"))
+    return Call(Named(jnp.asarray(q, dtype), ("b0", "t", "n", "h")), k, values, spec)
+
+
+def test_rows_are_those_of_the_table_and_others_are_0():
+    given = call(128)
+    found = paged.in_order(given)
+    assert found.spec.pages is None and found.spec.masks == given.spec.masks
+    rows = TABLE.clip(0, PAGES - 1)[:, :, None], np.arange(PAGE)
+    for x, pool in ((found.key, given.key), (found.value, given.value)):
+        wanted = np.asarray(pool.value, np.float32)[rows].reshape(B, -1, HEADS, H)
+        wanted[np.arange(wanted.shape[1]) >= LENGTHS[:, None]] = 0
+        got = np.asarray(x.to(("b0", "s", "k", x.axes[-1])), np.float32)
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_structs_are_those_of_the_rows():
+    given = call(128)
+    found, wanted = paged.structs_in_order(given.structs), paged.in_order(given)
+    assert found.static == wanted.structs.static
+
+
+def test_a_plan_is_that_of_rows_in_order():
+    with described_as_here(90):
+        own = hopper.plan(call(256).structs, "forward")
+        rows = hopper.plan(paged.in_order(call(256)).structs, "forward")
+        wide = hopper.plan(call(256, "float32").structs, "forward")
+    assert own.launch == rows.launch and own.slower == paged.SLOWER
+    assert isinstance(wide, Declined)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("mosaic_gpu", 0), (None, 1)], ids=["named", "default"]
+)
+def test_a_call_that_names_them_has_no_triton_kernel(name, kernels):
+    given = call(2048).structs
+    pools = given.key.value, given.value.value
+    table, lengths = given.spec.pages.table.value, given.spec.masks[0].key_value.value
+
+    def run(*arrays):
+        return paged_attention(*arrays, implementation=name)
+
+    with described_as_here(90) as device:
+        arrays = given.query.value, *pools, table, lengths
+        text = lower_for_gpu(run, *arrays, device=device)
+    assert len(kernel_modules(text)) == kernels
+    assert text.count("@mosaic_gpu_v2(") == 1 - kernels
+
+
+@pytest.mark.skipif(not ON_GPU, reason="runs on Hopper GPUs")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": (100, 0)}, {"logits_soft_cap": 5.0}],
+    ids=["causal", "window", "soft_cap"],
+)
+@pytest.mark.parametrize("page", [16, 64])
+def test_prompts(page, options):
+    rng = np.random.default_rng(2)
+    pool = rng.standard_normal((2, 4096 // page, page, HEADS, 128))
+    k, v = jnp.asarray(pool, jnp.bfloat16)
+    q = jnp.asarray(rng.standard_normal((B, 512, 4, 128)), jnp.bfloat16)
+    table = jnp.asarray(rng.integers(0, 4096 // page, (B, 1024 // page)), jnp.int32)
+    arrays = q, k, v, table, jnp.array([900, 640])
+    found, wanted = (
+        jax.jit(
+            lambda *x, name=name: paged_attention(
+                *x, implementation=name, return_residual=True, **options
+            )
+        )(*arrays)
+        for name in ("mosaic_gpu", "xla")
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), atol=2e-2
+        )
