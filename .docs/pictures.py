@@ -81,7 +81,7 @@ def write_masks(folder: Path) -> str:
     for i, (title, text, arguments) in enumerate(MASKS):
         rows = SIZES.get(title, 64)
         query, key = jnp.zeros((1, rows, 1, 16)), jnp.zeros((1, 64, 1, 16))
-        figure = plt.figure(figsize=(6.4, 3.2 if rows == 64 else 1.8), layout="tight")
+        figure = plt.figure(figsize=(7.2, 3.2 if rows == 64 else 1.8), layout="tight")
         code = f"plot_mask(query, key, key, {arguments}, block=16)"
         names = {"plot_mask": plot_mask, "jnp": jnp, "query": query, "key": key}
         names["ax"] = figure.add_subplot()

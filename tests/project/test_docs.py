@@ -12,14 +12,17 @@ MODULES = (
     "jax_flash2",
     "jax_flash2._api",
     "jax_flash2._block_mask",
+    "jax_flash2._cache",
     "jax_flash2._explain",
     "jax_flash2._flashify.transform",
     "jax_flash2._flax",
     "jax_flash2._make_block_mask",
     "jax_flash2._merge",
+    "jax_flash2._paged",
     "jax_flash2._plot",
     "jax_flash2._rows",
     "jax_flash2.nn",
+    "jax_flash2.servers",
     "pallas_kernels.configs",
 )
 
@@ -44,6 +47,15 @@ def test_public_functions_have_examples():
     for name, function in functions.items():
         (test,) = finder.find(function, name)
         assert test.examples, name
+
+
+def test_the_reference_has_every_public_name():
+    import jax_flash2
+
+    shown = (ROOT / ".docs/pages/reference.md").read_text().splitlines()
+    for name in jax_flash2.__all__:
+        if callable(getattr(jax_flash2, name)):
+            assert f"::: jax_flash2.{name}" in shown
 
 
 def _is_own(x) -> bool:
