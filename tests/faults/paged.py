@@ -40,10 +40,10 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/hopper/paged.py",
         (
-            "the dtype of elements of pages as queries",
+            "rows from pages in another dtype",
             "call.size, call.dtype)",
             "call.size, jax.numpy.float32)",
-            "tests/mosaic_gpu/test_paged.py -k plan",
+            "tests/mosaic_gpu/test_paged.py -k rows_are",
         ),
     ),
     *of(

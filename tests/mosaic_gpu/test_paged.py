@@ -45,6 +45,7 @@ def test_rows_are_those_of_the_table_and_others_are_0():
         wanted[np.arange(wanted.shape[1]) >= LENGTHS[:, None]] = 0
         got = np.asarray(x.to(("b0", "s", "k", x.axes[-1])), np.float32)
         np.testing.assert_array_equal(got, wanted)
+        assert x.dtype == pool.dtype
 
 
 def test_structs_are_those_of_the_rows():
