@@ -96,6 +96,10 @@ def uniform(case: Case, pages: Sequence[int], kinds: Sequence[str]) -> _Programs
     return found, failures
 
 
+def _of(programs: Callable[..., Iterator[Program]], *sizes: int) -> _Programs:
+    return [*programs(*sizes)], {}
+
+
 def appending() -> _Programs:
     kinds = ("bfloat16", "int8")
     return [serving_calls.appended(Case(64, 64, 32, 8, 128), x) for x in kinds], {}
@@ -112,14 +116,13 @@ def scenarios(quick: bool, small: bool) -> dict[str, Callable[[], _Programs]]:
         case = Case(LARGE.batch, LARGE.s, LARGE.n, LARGE.k, LARGE.h, t)
         found[str(case)] = functools.partial(uniform, case, (64,), [])
     sizes = (5, 64, 512) if small else (63, 2048, 32768)
-    found["ragged"] = lambda: ([*serving_calls.uneven(*sizes)], {})
+    found["ragged"] = functools.partial(_of, serving_calls.uneven, *sizes)
     count, prefix = (4, 128) if small else (64, 32768)
     for own in (64, 256):
         name = f"{count} requests, {prefix} keys in common, {own} of their own"
-        made = functools.partial(serving_calls.shared, count, prefix, own)
-        found[name] = lambda made=made: ([*made()], {})
+        found[name] = functools.partial(_of, serving_calls.shared, count, prefix, own)
     rows = 128 if small else 8192
-    found[f"a prompt of {rows}"] = lambda: ([*serving_calls.prompt(rows)], {})
+    found[f"a prompt of {rows}"] = functools.partial(_of, serving_calls.prompt, rows)
     found["append"] = appending
     return found
 

@@ -151,8 +151,9 @@ def test_results_and_reports_are_those_of_each_layer_alone(function, monkeypatch
     given = inputs()
     fast = flashify(function, must_find=True)
     found, report = jax.jit(fast)(*given), fast.report(*given)
-    rounding = 1e-4 if ON_GPU else 1e-5
-    rounding = 5e-2 if function is narrow_results else rounding
+    rounding = 5e-2 if function is narrow_results else 1e-5
+    if ON_GPU and function is one_left_alone_in_each:
+        rounding = 5e-5  # 2e-5 on an H200 (JAX 0.11.2, 2026-11-29); why is not known
     for a, b in zip(*map(jax.tree.leaves, (found, function(*given))), strict=True):
         np.testing.assert_allclose(a, b, atol=rounding)
     monkeypatch.setattr(Layers, "like", lambda *_: None)

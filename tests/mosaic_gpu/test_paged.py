@@ -1,11 +1,14 @@
 """Keys in pages, copied into rows for the kernels of Hopper."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_flash2 import paged_attention
+from pallas_kernels import device
 from pallas_kernels.backend import Call, Declined
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import Lengths
@@ -16,6 +19,7 @@ from pallas_kernels.mosaic_gpu import hopper
 from pallas_kernels.mosaic_gpu.hopper import paged
 from tests.cases import ON_GPU
 from tests.lowering import described_as_here, kernel_modules, lower_for_gpu
+from tests.paged import Problem
 
 B, PAGE, PAGES, HEADS, H = 2, 16, 40, 2, 64
 TABLE = np.random.default_rng(0).integers(-3, PAGES + 3, (B, 20))
@@ -26,6 +30,11 @@ def call(t: int, dtype="bfloat16") -> Call:
     """One of t queries; what no query looks at is NaN."""
     rng = np.random.default_rng(1)
     pool = rng.standard_normal((2, PAGES, PAGE, HEADS, H)).astype(np.float32)
+    needed = np.zeros((PAGES, PAGE), bool)
+    for pages, length in zip(TABLE.clip(0, PAGES - 1), LENGTHS, strict=True):
+        s = np.arange(length)
+        needed[pages[s // PAGE], s % PAGE] = True
+    pool[:, ~needed] = np.nan
     k, v = (Named(jnp.asarray(x, dtype), ("p", "r", "k", "h")) for x in pool)
     q = rng.standard_normal((B, t, 4, H)).astype(np.float32)
     masks = (Lengths(key_value=Named(jnp.asarray(LENGTHS, jnp.int32), ("b0",))),)
@@ -74,36 +83,29 @@ def test_a_call_that_names_them_has_no_triton_kernel(name, kernels):
     def run(*arrays):
         return paged_attention(*arrays, implementation=name)
 
-    with described_as_here(90) as device:
+    with described_as_here(90) as gpu:
         arrays = given.query.value, *pools, table, lengths
-        text = lower_for_gpu(run, *arrays, device=device)
+        text = lower_for_gpu(run, *arrays, device=gpu)
     assert len(kernel_modules(text)) == kernels
     assert text.count("@mosaic_gpu_v2(") == 1 - kernels
 
 
-@pytest.mark.skipif(not ON_GPU, reason="runs on Hopper GPUs")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"local_window_size": (100, 0)}, {"logits_soft_cap": 5.0}],
-    ids=["causal", "window", "soft_cap"],
-)
-@pytest.mark.parametrize("page", [16, 64])
-def test_prompts(page, options):
-    rng = np.random.default_rng(2)
-    pool = rng.standard_normal((2, 4096 // page, page, HEADS, 128))
-    k, v = jnp.asarray(pool, jnp.bfloat16)
-    q = jnp.asarray(rng.standard_normal((B, 512, 4, 128)), jnp.bfloat16)
-    table = jnp.asarray(rng.integers(0, 4096 // page, (B, 1024 // page)), jnp.int32)
-    arrays = q, k, v, table, jnp.array([900, 640])
-    found, wanted = (
-        jax.jit(
-            lambda *x, name=name: paged_attention(
-                *x, implementation=name, return_residual=True, **options
-            )
-        )(*arrays)
-        for name in ("mosaic_gpu", "xla")
-    )
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(
-            one.astype(jnp.float32), other.astype(jnp.float32), atol=2e-2
-        )
+def _prompts():
+    """Of 256 queries, after keys that were there and without any."""
+    sizes = {"t": 256, "n": 4, "k": 2, "h": 64, "d": 64, "dtype": jnp.bfloat16}
+    more = {"window": ("local_window_size", (100, 0)), "cap": ("logits_soft_cap", 5.0)}
+    for page, (name, *own) in itertools.product((16, 64), (("causal",), *more.items())):
+        name = f"{name}_{page}"
+        sizes |= {"page": page, "c": 320 // page}
+        yield Problem(name, (300, 256), **sizes, more=tuple(own))
+
+
+@pytest.mark.parametrize("problem", [*_prompts()], ids=lambda x: x.name)
+def test_prompts(problem):
+    """By Hopper's kernels where they run, and else by xla."""
+    made, is_hopper = problem.made(), ON_GPU and device.capability() == 90
+    name = "mosaic_gpu" if is_hopper else "xla"
+    data = {n: x for n, x in made.arguments.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in made.arguments.items() if n not in data}
+    options = {"implementation": name, "return_residual": True, **static}
+    made.check(*jax.jit(lambda data: paged_attention(**data, **options))(data))

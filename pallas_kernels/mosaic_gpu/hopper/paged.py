@@ -2,8 +2,8 @@
 
 These kernels copy tiles of rows that lie side by side. A prompt reads each key for
 thousands of rows of queries, beside which a copy of its keys is little: 2 % of the time
-of 8,192 queries of four heads each, by bytes and operations. Pages of elements of one
-byte are for the Triton kernels, which widen them in registers.
+of 8,192 queries of four heads each, by bytes and operations (benchmarks/lab/128). Pages
+of elements of one byte are for the Triton kernels, which widen them in registers.
 """
 
 from __future__ import annotations
