@@ -332,7 +332,7 @@ def prompt(rows: int, page: int = 64) -> Iterator[Program]:
     yield Program("jax_flash2, dense", _dense, [given], size, last, want)
     want = exact(q[-1, -few:], cache, rows_of(table[-1], page))
     given = (q, *cache.arrays, jnp.asarray(table), lengths)
-    for name in (None, "mosaic_gpu") if harness.is_gpu() else (None,):
+    for name in (None, "triton") if harness.is_gpu() else (None,):
         run = paged(page, implementation=name)
         words = f", {name}" if name else ""
         peer = f"bfloat16, pages of {page}{words}"

@@ -112,8 +112,9 @@ def paged_attention(
         elements (last), 2 keys and values in one array (`value_pages` is None then).
         "PSKH", "PKSH" and "KPSH" are in use, and "P2SKH", "PSK2H" of arrays of both.
       implementation: "triton", "xla", "reference", "mosaic_gpu" (Hopper GPUs; it copies
-        the keys of all sequences into rows first, and was not timed), or None, as in
-        `attention`.
+        the keys of all sequences into rows first), or None, as in `attention`: the last
+        of these for prompts (T * N / K of 8,192 or more, beside a table with room for
+        at most 2 T keys).
       config: as in `attention`; `Config.forward` and `Config.splits` count.
       return_residual: if True, also return the log-sum-exp of the scores.
 

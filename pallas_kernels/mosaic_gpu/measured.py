@@ -65,6 +65,10 @@ class Numbers:
       many_keys: keys for a query from which blocks of "many keys" are the faster ones.
       fewest_query_rows: query rows of a call, at least.
       fewest_tiles: work tiles of a call for each multiprocessor, at least.
+      fewest_rows_beside_pages: query rows of a head of keys, from which on keys are
+        copied out of pages.
+      most_room_of_pages: keys that a table has room for, for each query, up to which
+        they are.
       filled_part: the part of a tile, at least, that a head must fill in the backward
         kernel, since products with the rest are lost.
       widths_that_keep_no_scores: widths of tiles of heads at which the backward kernel
@@ -97,6 +101,8 @@ class Numbers:
     many_keys: int
     fewest_query_rows: int
     fewest_tiles: float
+    fewest_rows_beside_pages: int
+    most_room_of_pages: float
     filled_part: float
     widths_that_keep_no_scores: tuple[int, ...]
     most_order_bytes: int

@@ -31,14 +31,20 @@ MUTANTS = [
     *of(
         "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
-            "a copy of pages that nobody asked for",
-            "slower=paged.SLOWER) if is_plan",
-            "slower=None) if is_plan",
-            "tests/mosaic_gpu/test_paged.py -k plan",
+            "a copy of pages for few queries",
+            "slower=slower) if is_slower",
+            "slower=None) if is_slower",
+            "tests/mosaic_gpu/test_paged.py -k long_prompts",
         ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/paged.py",
+        (
+            "copies of rooms of any size",
+            'if size["s"] > numbers.most_room_of_pages',
+            'if False and size["s"] > numbers.most_room_of_pages',
+            "tests/mosaic_gpu/test_paged.py -k long_prompts",
+        ),
         (
             "rows from pages in another dtype",
             "call.size, call.dtype)",

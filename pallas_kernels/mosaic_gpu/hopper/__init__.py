@@ -72,9 +72,9 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
     if why_not is not None:
         return Declined(why_not)
     if call.spec.pages is not None:
-        found = plan(paged.structs_in_order(call), pass_)
-        is_plan = isinstance(found, _Plan)
-        return dataclasses.replace(found, slower=paged.SLOWER) if is_plan else found
+        found, slower = plan(paged.structs_in_order(call), pass_), paged.slower(call)
+        is_slower = slower is not None and isinstance(found, _Plan)
+        return dataclasses.replace(found, slower=slower) if is_slower else found
     if call.is_invariant and pass_ == "forward":
         return Declined(
             "Config(invariant=True): which sums a tile makes depends on its other rows"
