@@ -67,8 +67,9 @@ def _not_run(name: str) -> Entry:
 
 
 # From the fastest on. `implementation=None` picks the first that serves a call and is
-# not known to be slower than the next, of those that need not be named. What that one
-# does not make of the gradients, the next one of its platform makes.
+# not known to be slower than the next, of those that need not be named. Gradients are
+# made by the first of its platform for whose backward this holds; by one that is named,
+# and what it does not make by the next.
 BACKENDS = {
     "mosaic_gpu": Entry("pallas_kernels.mosaic_gpu.hopper", "cuda"),
     "mosaic_gpu_ampere": _not_run("ampere"),
@@ -78,8 +79,7 @@ BACKENDS = {
 }
 # Arguments of `attention` that fields of the score have other names for.
 _ARGUMENTS = {"slopes": "alibi_slopes", "factor": "scale"}
-# The oracle of the tests, quadratic in memory: only by name.
-REFERENCE = "reference"
+REFERENCE = "reference"  # the oracle of the tests, quadratic in memory: by name
 
 
 def unnamed() -> list[str]:
@@ -144,15 +144,14 @@ def passes(name: str, call: Call, *, is_named: bool) -> dict[Pass, Made] | Decli
     forward = plan(name, call, "forward")
     if isinstance(forward, Declined):
         return forward
+    made = Made(name, forward, {})
     if not call.has_gradients:
-        return {"forward": Made(name, forward, {})}
-    backward = _maker(name, call, "backward", is_named=is_named)
+        return {"forward": made}
+    first = name if is_named else _of_platform(name)[0]
+    backward = _maker(first, call, "backward", is_named=is_named)
     if isinstance(backward, Declined):
         return backward
-    found: dict[Pass, Made] = {
-        "forward": Made(name, forward, {}),
-        "backward": backward,
-    }
+    found: dict[Pass, Made] = {"forward": made, "backward": backward}
     if call.spec.score.operands:
         last = _maker(backward.name, call, "operand_gradients", is_named=is_named)
         if isinstance(last, Declined):
@@ -188,13 +187,17 @@ def tangents(name: str, call: Call, *, is_named: bool) -> Made:
     return found if isinstance(found, Made) else Made(of_tangents(), Plan(), found)
 
 
+def _of_platform(name: str) -> list[str]:
+    """The unnamed backends of the platform of one, in order; or that one."""
+    own = BACKENDS[name].platform
+    return [x for x in unnamed() if BACKENDS[x].platform == own] if own else [name]
+
+
 def _first_of(name: str, call: Call, pass_: Pass, *, is_named: bool) -> Made | dict:
     """Of a platform's backends from `name` on, or why none of them makes a pass."""
     after = list(BACKENDS)[list(BACKENDS).index(name) + 1 :]
-    platform = BACKENDS[name].platform
-    same = (x for x in after if x in unnamed() and BACKENDS[x].platform == platform)
-    others, passed_over = [name, *same], {}
-    for i, x in enumerate(others if platform else [name]):
+    others, passed_over = [name, *(x for x in _of_platform(name) if x in after)], {}
+    for i, x in enumerate(others):
         own = plan(x, call, pass_)
         if isinstance(own, Declined):
             passed_over[x] = own.reason

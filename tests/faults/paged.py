@@ -32,8 +32,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
             "a copy of pages for few queries",
-            "slower=slower) if is_slower",
-            "slower=None) if is_slower",
+            "return dataclasses.replace(found, slower=slower)",
+            "return found",
             "tests/mosaic_gpu/test_paged.py -k long_prompts",
         ),
     ),

@@ -247,6 +247,17 @@ def test_gradients_beside_a_bias_of_one_byte():
 
 
 @on_hopper
+@pytest.mark.parametrize("case", SERVED[::4], ids=lambda x: x.name)
+def test_gradients_after_the_forward_of_another(case, any_size, monkeypatch):
+    """As windows at heads of 64, whose forward is faster by Triton's kernels."""
+    monkeypatch.setattr(tuning, "slower", lambda *_: "it was said to be")
+    monkeypatch.setattr(tuning, "slower_backward", lambda *_, **__: None)
+    jax.clear_caches()
+    check(case.full(), "bfloat16", lambda *_: None, implementation=None)
+    jax.clear_caches()
+
+
+@on_hopper
 @pytest.mark.parametrize("sums", [2, 4])
 @pytest.mark.parametrize("name", ["plain", "causal", "gqa", "lengths_causal"])
 def test_several_dq_accumulators(name, sums, any_size, monkeypatch, record_property):

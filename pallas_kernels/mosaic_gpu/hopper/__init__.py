@@ -73,8 +73,9 @@ def plan(call: Call, pass_: Pass, /) -> Plan | Declined:
         return Declined(why_not)
     if call.spec.pages is not None:
         found, slower = plan(paged.structs_in_order(call), pass_), paged.slower(call)
-        is_slower = slower is not None and isinstance(found, _Plan)
-        return dataclasses.replace(found, slower=slower) if is_slower else found
+        if slower is None or not isinstance(found, _Plan):
+            return found
+        return dataclasses.replace(found, slower=slower)
     if call.is_invariant and pass_ == "forward":
         return Declined(
             "Config(invariant=True): which sums a tile makes depends on its other rows"
@@ -150,7 +151,8 @@ def _backward_plan(call: Call) -> Plan | Declined:
     slower = None
     if config is None or not (config.dkv or config.dq):
         makes_gradient = not isinstance(gradient_blocks.of_operand(call), str)
-        slower = tuning.slower_backward(call, makes_gradient=makes_gradient)
+        known = _programs(call), memory.copies_operands(call.size)
+        slower = tuning.slower_backward(call, *known, makes_gradient=makes_gradient)
     divided = filter(None, [words("dkv", layout.parts)])
     return _Plan(launch, slower, tuple(divided), launches.get("dq"))
 

@@ -103,6 +103,14 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
       programs: for each multiprocessor.
       copied: whether operands must be, for these kernels.
     """
+    keys = call.spec.mean_keys(call.size["s"])
+    if keys < _crossover(call).forward:
+        return f"about {keys} keys for a query are few"
+    return _slower_in_each_pass(call, programs, copied)
+
+
+def _slower_in_each_pass(call: Call, programs: float, copied: bool) -> str | None:
+    """Why the next backend is faster in both passes, as far as is known, or None."""
     spec, largest, table = call.spec, max(call.head_sizes), measured.here()
     keys = spec.mean_keys(call.size["s"])
 
@@ -118,8 +126,6 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     rows = table.numbers.fewest_query_rows
     if call.size["t"] < rows:
         return f"blocks have {rows} query rows, and the call {call.size['t']}"
-    if keys < _crossover(call).forward:
-        return f"about {keys} keys for a query are few"
     if copied and keys < fewest("copied"):
         return (
             f"about {keys} keys for a query are few where operands are copied, since "
@@ -130,12 +136,15 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     return None
 
 
-def slower_backward(call: Call, *, makes_gradient: bool) -> str | None:
+def slower_backward(
+    call: Call, programs: float, copied: bool, *, makes_gradient: bool
+) -> str | None:
     """Why the gradients are made faster by the next backend, or None.
 
     A program goes through the queries of its keys: many of these will do, too.
 
     Args:
+      programs, copied: as of `slower`.
       makes_gradient: as of `conditions`.
     """
     t, s = call.size["t"], call.size["s"]
@@ -143,7 +152,7 @@ def slower_backward(call: Call, *, makes_gradient: bool) -> str | None:
     fewest = _crossover(call, makes_gradient=makes_gradient).backward
     if keys * max(t, s) < fewest * max(s, 1):
         return f"about {keys} keys for a query are few"
-    return None
+    return _slower_in_each_pass(call, programs, copied)
 
 
 def slower_tangent(call: Call) -> str | None:
