@@ -90,8 +90,8 @@ def goals(rows: Sequence[Mapping]) -> Iterator[list[str]]:
             found = plain["seconds"] / row["seconds"]
             yield _goal(f"{name}, times bfloat16", _TIMES, found)
         if page is not None and call.startswith("a prompt"):
-            found = _beside(row, at.get(_DENSE))
-            if found:
+            found, is_named = _beside(row, at.get(_DENSE)), peer.count(",") > 1
+            if found and not is_named:
                 yield _goal(f"{name}, of dense", _PROMPT_OF_DENSE, found)
         elif page is not None and _kind(peer) == "bfloat16":
             if call == _shape(_SMALL_CALL, call):

@@ -359,3 +359,17 @@ def _check_both_sides(spec: AttentionSpec, t: int, s: int, rows: int, keys: int)
         span = i * rows, min(i * rows + rows, t)
         first, end = spec.key_blocks_met(*span, s, keys)
         assert {j for j in met if i in met[j]} == set(range(first, end))
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_sides_that_reach_every_row_have_no_bound(data):
+    t, s = (data.draw(st.integers(1, 12)) for _ in range(2))
+    side = st.none() | st.integers(0, 14)
+    window = Window(data.draw(side), data.draw(side))
+    found = window.among(t, s)
+    np.testing.assert_array_equal(
+        keep([window], t, s), keep([found] if found else [], t, s)
+    )
+    assert found is None or found.left is None or found.left < t - 1
+    assert found is None or found.right is None or found.right < s - 1

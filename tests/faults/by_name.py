@@ -14,6 +14,18 @@ MUTANTS = [
     *of(
         "jax_flash2/_backends.py",
         (
+            "gradients by the forward's backend, or one after it",
+            "first = name if is_named else _of_platform(name)[0]",
+            "first = name",
+            "tests/mosaic_gpu/test_choice.py -k a_window",
+        ),
+        (
+            "gradients leave a backend that is named for one before it",
+            "first = name if is_named else _of_platform(name)[0]",
+            "first = _of_platform(name)[0]",
+            "tests/mosaic_gpu/test_choice.py -k a_window",
+        ),
+        (
             "a backend that must be named is chosen without",
             "[name for name, entry in BACKENDS.items() if not entry.only_by_name]",
             "list(BACKENDS)",

@@ -196,4 +196,28 @@ MUTANTS = [
             RUNS,
         ),
     ),
+    *of(
+        "pallas_kernels/core/masks/window.py",
+        (
+            "a window of all rows but one is dropped",
+            "self.left >= queries - 1 else self.left",
+            "self.left >= queries - 2 else self.left",
+            "tests/core/test_mask.py -k reach_every_row",
+        ),
+        (
+            "a window ahead of all queries is dropped",
+            "self.right >= keys - 1 else self.right",
+            "self.right >= keys - 2 else self.right",
+            "tests/core/test_mask.py -k reach_every_row",
+        ),
+    ),
+    *of(
+        "jax_flash2/_arguments.py",
+        (
+            "a window dropped beside an offset",
+            "is_known and _options.is_zero(self.query_offset):",
+            "is_known:",
+            "tests/mosaic_gpu/test_choice.py -k all_rows",
+        ),
+    ),
 ]

@@ -26,18 +26,6 @@ MUTANTS = [
             "[] if not own.slower else",
             CHOICE,
         ),
-        (
-            "gradients by the forward's backend, or one after it",
-            "first = name if is_named else _of_platform(name)[0]",
-            "first = name",
-            "tests/mosaic_gpu/test_choice.py -k a_window",
-        ),
-        (
-            "gradients leave a backend that is named for one before it",
-            "first = name if is_named else _of_platform(name)[0]",
-            "first = _of_platform(name)[0]",
-            "tests/mosaic_gpu/test_choice.py -k a_window",
-        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/memory.py",

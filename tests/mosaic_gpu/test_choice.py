@@ -206,3 +206,20 @@ def test_a_window_is_faster_here_backward_before_it_is_forward():
     assert kernels(None) == (1, 1)
     assert kernels("triton") == (0, 3)
     assert kernels("mosaic_gpu") == (2, 0)
+
+
+def test_a_window_of_all_rows_is_none():
+    q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+
+    def text(**arguments):
+        def loss(q):
+            return attention(q, q, q, **arguments).astype(jnp.float32).sum()
+
+        return lower_for_gpu(jax.grad(loss), q)
+
+    causal = text(is_causal=True)
+    assert text(is_causal=True, local_window_size=(1023, 0)) == causal
+    assert text(is_causal=True, local_window_size=(1022, 0)) != causal
+    assert text(local_window_size=1023) == text()
+    offset = {"is_causal": True, "query_offset": 1}
+    assert text(**offset, local_window_size=(1023, 0)) != text(**offset)

@@ -40,6 +40,16 @@ class Window(Atom):
             keeps_first_key=self.left is None,
         )
 
+    def among(self, queries: int, keys: int) -> Window | None:
+        """The same mask of so many rows from position 0 on; None if it keeps all.
+
+        A side that reaches the last of them has no bound, so that a long window runs
+        as a causal mask does.
+        """
+        left = None if self.left is None or self.left >= queries - 1 else self.left
+        right = None if self.right is None or self.right >= keys - 1 else self.right
+        return None if left is None and right is None else Window(left, right)
+
     def mean_keys(self, kv_size: int) -> float:
         def side(width: int | None) -> float:
             width = kv_size if width is None else min(width, kv_size)
