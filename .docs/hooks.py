@@ -21,6 +21,7 @@ FILES = (
     "benchmarks/*.md",
     "benchmarks/lab/*.md",
     "benchmarks/results/*.png",
+    "findings/*.sh",
 )
 
 

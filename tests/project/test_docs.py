@@ -1,5 +1,6 @@
 """What the documentation shows runs as shown."""
 
+import ast
 import doctest
 import importlib
 import re
@@ -142,6 +143,19 @@ def test_relative_links_resolve(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text()), link
+
+
+def test_the_site_has_what_its_pages_link_to():
+    """Or makes text of the link, as of links to code (`.docs/hooks.py`)."""
+    text = (ROOT / ".docs/hooks.py").read_text()
+    patterns = ast.literal_eval(re.search(r"^FILES = (\(.*?^\))", text, re.M | re.S)[1])
+    files = {path for x in patterns for path in ROOT.glob(x)}
+    for page in (x for x in files if x.suffix == ".md"):
+        for link in links(page.read_text()):
+            path = link.partition("#")[0]
+            is_code = re.match(r"\w+:", link) or path.endswith((".py", "/run"))
+            if path and not is_code:
+                assert (page.parent / path).resolve() in files, (page.name, link)
 
 
 def test_readme_sections():
