@@ -196,10 +196,10 @@ class Arguments:
         """What all arguments of masks say, but functions and block masks."""
         masks: list[Atom] = []
         window = _options.check_window(self.local_window_size, self.is_causal)
-        rows = shape.parts * shape.t, shape.parts * shape.s
-        is_known = all(isinstance(n, int) for n in rows)
-        if window is not None and is_known and _options.is_zero(self.query_offset):
-            window = window.among(*rows)
+        is_known = all(isinstance(n, int) for n in (shape.t, shape.s))
+        is_plain = self.context is None and _options.is_zero(self.query_offset)
+        if window is not None and is_known and is_plain:
+            window = window.among(shape.t, shape.s)
         if window is not None:
             masks.append(window)
         lengths = [

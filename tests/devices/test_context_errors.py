@@ -179,6 +179,12 @@ def test_keys_are_gathered_over_fast_links(kind, method, monkeypatch):
     assert found.startswith(f"context: {method}, since")
 
 
+def test_a_window_of_all_rows_has_a_halo_where_it_is_named():
+    window = {"is_causal": True, "local_window_size": (127, 0)}
+    context = Context("x", None, "halo")
+    assert explained(context, 128, **window)[0].startswith("context: halo")
+
+
 def test_explain_names_the_method():
     first, second, *_ = explained(Context("x"), 16384, is_causal=True)
     assert first == (

@@ -215,9 +215,15 @@ MUTANTS = [
         "jax_flash2/_arguments.py",
         (
             "a window dropped beside an offset",
-            "is_known and _options.is_zero(self.query_offset):",
-            "is_known:",
+            "is None and _options.is_zero(self.query_offset)",
+            "is None",
             "tests/mosaic_gpu/test_choice.py -k all_rows",
+        ),
+        (
+            "a halo of all rows is refused",
+            "self.context is None and _options",
+            "_options",
+            "tests/devices/test_context_errors.py -k window_of_all_rows",
         ),
     ),
 ]
