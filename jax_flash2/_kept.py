@@ -34,6 +34,7 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 from jaxlib.mlir.dialects import func
 
+from jax_flash2 import _ahead
 from pallas_kernels import device, user_tables
 
 try:
@@ -55,21 +56,15 @@ class Unknown(TypeError):
     """A value of which no text is known that says all of it."""
 
 
-def folder(context) -> Path | None:
+def folder() -> Path | None:
     """Where lowered halves are kept; None where they are not.
 
     In the folder of JAX's persistent compilation cache, if that is on and on a disk.
-    The environment variable `JAX_FLASH2_KEPT` set to "off" keeps none. Nor is anything
-    of an export kept, which JAX lowers by other rules.
-
-    Args:
-      context: of JAX's lowering.
+    The environment variable `JAX_FLASH2_KEPT` set to "off" keeps none.
     """
     where = jax.config.jax_compilation_cache_dir
     is_on = jax.config.jax_enable_compilation_cache
     if not where or not is_on or "://" in where or os.environ.get(VARIABLE) == OFF:
-        return None
-    if context.module_context.lowering_parameters.for_export:
         return None
     return Path(where).expanduser() / _FOLDER
 
@@ -184,27 +179,46 @@ def code() -> str:
 
 
 def lower(
-    context, operands, name: str, path: Path, make: Callable[[], jax.stages.Lowered]
-) -> list[ir.Value]:
-    """The results of a half that is read from disk, or else made and written there.
+    context,
+    operands,
+    name: str,
+    backends: Sequence[str],
+    digest: Callable[[], str | None],
+    make: Callable[[], jax.stages.Lowered],
+) -> list[ir.Value] | None:
+    """The results of a half with a module of its own; None if it needs none.
+
+    That module is read from disk, or else made, written there, and compiled ahead
+    (`_ahead`).
 
     Args:
       context: of JAX's lowering.
       operands: values of MLIR.
       name: of the function that is called.
-      path: where it lies.
+      backends: which make the half.
+      digest: names it.
       make: lowers it in a module of its own.
     """
-    module = context.module_context
-    found = _parsed(_read(path), module.context)
+    if context.module_context.lowering_parameters.for_export:  # by other rules
+        return None
+    where, is_ahead = folder(), _ahead.is_worthwhile(backends)
+    found = digest() if where or is_ahead else None
     if found is None:
-        made = make().compiler_ir()
+        return None
+    path, module = where and where / f"{name}-{found}", context.module_context
+    half = _parsed(_read(path), module.context) if path else None
+    if half is None:
+        lowered = make()
+        made = lowered.compiler_ir()
         assert made is not None  # it is MLIR, as ever
         data = mlir.module_to_bytecode(made)
-        _write(path, data)
-        found = ir.Module.parse(data, module.context)
+        if path:
+            _write(path, data)
+        if is_ahead:
+            _ahead.start(lowered)
+        half = ir.Module.parse(data, module.context)
     symbols = module.symbol_table
-    name = mlir.merge_mlir_modules(module.module, name, found, dst_symtab=symbols)
+    name = mlir.merge_mlir_modules(module.module, name, half, dst_symtab=symbols)
     types = symbols[name].type.results
     call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands)
     return list(call.results)

@@ -356,12 +356,12 @@ class Operation:
         of_gpus = all(_backends.BACKENDS[name].platform for name in backends)
         is_compiled = of_gpus and not call.interpret
         with self._context(problem, named), scope:
-            if division is None and marker is None:
-                where = _kept.folder(context) if is_compiled else None
-                found = digest() if where else None
-                if where and found:
-                    path = where / f"{self.name}-{found}"
-                    return _kept.lower(context, operands, self.name, path, alone)
+            if division is None and marker is None and is_compiled:
+                made = _kept.lower(
+                    context, operands, self.name, backends, digest, alone
+                )
+                if made is not None:
+                    return made
             lower = mlir.lower_fun(self._divided, multiple_results=True)
             params = {"problem": problem, "axes": axes, "marker": marker}
             results = lower(context, *operands, **params)

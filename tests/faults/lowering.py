@@ -196,4 +196,31 @@ MUTANTS = [
             "tests/transforms/test_kept.py -k unread",
         ),
     ),
+    *of(
+        "jax_flash2/_ahead.py",
+        (
+            "compiled ahead for a GPU that is not here",
+            " and device.gpu_is_here()",
+            "",
+            "tests/transforms/test_ahead.py -k only_where",
+        ),
+        (
+            "Triton's kernels are compiled twice",
+            "return _BACKEND in backends and ",
+            "return ",
+            "tests/transforms/test_ahead.py -k triton",
+        ),
+        (
+            "what cannot be compiled ahead is an error",
+            "contextlib.suppress(Exception)",
+            "contextlib.suppress(KeyError)",
+            "tests/transforms/test_ahead.py -k cannot_be_compiled",
+        ),
+        (
+            "an error where Python ends",
+            "contextlib.suppress(RuntimeError)",
+            "contextlib.suppress(KeyError)",
+            "tests/transforms/test_ahead.py -k python_ends",
+        ),
+    ),
 ]

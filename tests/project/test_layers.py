@@ -63,6 +63,7 @@ LAYERS = (
     ("jax_flash2/_backends.py",),
     ("jax_flash2/_loops.py",),
     ("jax_flash2/_chunked.py",),
+    ("jax_flash2/_ahead.py",),
     ("jax_flash2/_kept.py",),
     ("jax_flash2/_partitioner.py",),
     ("jax_flash2/_sharding.py",),
