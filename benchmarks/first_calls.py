@@ -183,7 +183,11 @@ def _in_a_new_process(peer: str, name: str, what: str, cache: str) -> dict:
     done = subprocess.run(
         [*command, f"--peers={peer}", f"--calls={name}", *arguments],
         cwd=records.ROOT,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache},
+        env={
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_FLASH2_AHEAD": "on",
+        },
         capture_output=True,
         text=True,
     )

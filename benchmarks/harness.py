@@ -23,6 +23,8 @@ from jax_flash2.tune.timing import time_interleaved as time_interleaved
 # Another framework uses the same GPU: JAX takes memory as it needs it. Read when JAX
 # first looks for devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# No thread compiles while something is timed (but `benchmarks.first_calls`).
+os.environ.setdefault("JAX_FLASH2_AHEAD", "off")
 
 # A peer is wrong if a row of a result is off by more than this part of its length. A
 # correct one rounds a few times: some eps of the dtype, of TF32 for float32 on a GPU.

@@ -4,7 +4,8 @@ JAX's persistent compilation cache holds what XLA made of a program, under a dig
 the program as it was lowered. So a new process traces and lowers every kernel before it
 finds anything, which takes seconds for Hopper's. Where that cache is on, a half of a
 call that kernels of a GPU make is kept as it was lowered, in the folder `jax_flash2` of
-the cache: a process that meets it again reads it.
+the cache: a process that meets it again reads it. Its module is one of its own, as it
+is where a half is compiled ahead (`_ahead`), with or without such a cache.
 
 It lies under a digest of all that decides what it lowers to: the code of this library,
 the versions of JAX, the GPU, the user's tables, and the call's static fields and types.
@@ -186,26 +187,32 @@ def lower(
     digest: Callable[[], str | None],
     make: Callable[[], jax.stages.Lowered],
 ) -> list[ir.Value] | None:
-    """The results of a half with a module of its own; None if it needs none.
+    """The results of a half, as a function from a module of its own.
 
-    That module is read from disk, or else made, written there, and compiled ahead
-    (`_ahead`).
+    That module is read from disk, or else made, written there (`folder`) and, where it
+    is worthwhile, compiled ahead (`_ahead`).
 
     Args:
       context: of JAX's lowering.
       operands: values of MLIR.
       name: of the function that is called.
       backends: which make the half.
-      digest: names it.
+      digest: names it, or gives None.
       make: lowers it in a module of its own.
+
+    Returns:
+      None for a half that is lowered in place: with nowhere to keep it and nothing to
+      gain ahead, without a digest, or in an export, which JAX lowers by other rules.
     """
-    if context.module_context.lowering_parameters.for_export:  # by other rules
+    module = context.module_context
+    if module.lowering_parameters.for_export:
         return None
     where, is_ahead = folder(), _ahead.is_worthwhile(backends)
+    is_ahead = is_ahead and len(module.platforms) == 1  # others are not compiled
     found = digest() if where or is_ahead else None
     if found is None:
         return None
-    path, module = where and where / f"{name}-{found}", context.module_context
+    path = where and where / f"{name}-{found}"
     half = _parsed(_read(path), module.context) if path else None
     if half is None:
         lowered = make()
@@ -215,7 +222,7 @@ def lower(
         if path:
             _write(path, data)
         if is_ahead:
-            _ahead.start(lowered)
+            _ahead.start(found, lowered)
         half = ir.Module.parse(data, module.context)
     symbols = module.symbol_table
     name = mlir.merge_mlir_modules(module.module, name, half, dst_symtab=symbols)

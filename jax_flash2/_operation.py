@@ -342,8 +342,9 @@ class Operation:
         def alone() -> jax.stages.Lowered:
             """What is computed, as on one device."""
             whole = functools.partial(self._implementation, problem=problem, axes=axes)
-            traced = jax.jit(whole, keep_unused=True).trace(*context.avals_in)
-            return traced.lower(lowering_platforms=(device.target(),))
+            with jax.default_device(None):  # one of the platform
+                traced = jax.jit(whole, keep_unused=True).trace(*context.avals_in)
+                return traced.lower(lowering_platforms=(device.target(),))
 
         def digest() -> str | None:
             """The same in a few bytes, if it can be said."""

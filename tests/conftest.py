@@ -32,7 +32,7 @@ os.environ.update(
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="0",
 )
 # Tests change what programs are made of; what was lowered before is then not meant.
-os.environ["JAX_FLASH2_KEPT"] = "off"
+os.environ["JAX_FLASH2_KEPT"] = os.environ["JAX_FLASH2_AHEAD"] = "off"
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis

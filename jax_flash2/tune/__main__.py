@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from jax_flash2 import _ahead
 from jax_flash2.tune import blocks, crossover, hopper, triton
 from jax_flash2.tune.table import Table, versions
 from jax_flash2.tune.timing import describe
@@ -214,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     usual = user_tables.folder()
     os.environ[user_tables.VARIABLE] = str(given.folder)
+    os.environ[_ahead.VARIABLE] = _ahead.OFF  # no thread beside what is timed
     _forget()
     written = run(given, gpu)
     if not written:
