@@ -14,6 +14,7 @@ from tests.tiers import deep
 
 GPUS = {
     80: "NVIDIA A100-SXM4-80GB",
+    89: "NVIDIA GeForce RTX 4090",
     90: "NVIDIA H100 80GB HBM3",
     100: "NVIDIA B200",
     120: "NVIDIA RTX PRO 6000",
@@ -63,7 +64,7 @@ def lowered(*arguments, **options) -> str:
 @pytest.mark.parametrize("page", [pytest.param(16, id="rows"), 64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "gpu", [80, 90, pytest.param(100, marks=deep), pytest.param(120, marks=deep)]
+    "gpu", [80, 90, *(pytest.param(x, marks=deep) for x in (89, 100, 120))]
 )
 def test_kernels_lower(gpu, kind, page):
     text = lowered(gpu, KINDS[kind], page)
