@@ -87,9 +87,9 @@ def compile_alone(lowered: jax.stages.Lowered) -> bool:
 
 
 def _let_go(lowered) -> None:
-    """Lets go of what was compiled, which caches of JAX 0.12 hold on to.
+    """Lets go of what was compiled, which caches of JAX hold on to.
 
-    They keep each program that is lowered with `keep_unused` until they are cleared.
+    In 0.11.2 to 0.12.0.1 they keep each program that is lowered with `keep_unused`.
     """
     lowered._lowering._executable = None
     if pxla is not None:

@@ -161,7 +161,7 @@ def test_few_others_wait(monkeypatch):
 
 
 def test_nothing_stays_of_what_was_compiled():
-    """JAX 0.12 keeps programs that are lowered with `keep_unused`."""
+    """JAX 0.11 and 0.12 keep programs that are lowered with `keep_unused`."""
     client = jax.devices()[0].client
 
     def loaded() -> int:
