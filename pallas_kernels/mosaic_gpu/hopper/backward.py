@@ -57,11 +57,12 @@ from pallas_kernels import division
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
-from pallas_kernels.layout import Launch
+from pallas_kernels.layout import Launch, Rows
 from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.backward_consumer import compute
 from pallas_kernels.mosaic_gpu.hopper.backward_plan import Plan, Program, Refs
 from pallas_kernels.mosaic_gpu.hopper.gradients import Inputs, Saved
+from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
@@ -136,24 +137,39 @@ def _produce(program: Program) -> None:
 
 
 def _add(program: Program, first) -> None:
-    """Adds dq of every work tile from `first` on, or of every other where two add."""
+    """Adds dq of all work tiles or of every other, or a part of it, of all.
 
-    @pl.loop(first, program.tiles.count, step=program.plan.adder_warps)
+    Args:
+      first: the number of this warp among those that add.
+    """
+    plan = program.plan
+    part, first = (first, 0) if plan.dq_parts > 1 else (0, first)
+
+    @pl.loop(first, program.tiles.count, step=plan.adder_warps // plan.dq_parts)
     def _(tile):
-        _add_tile(program, tile)
+        _add_tile(program, tile, part)
 
 
-def _add_tile(program: Program, tile) -> None:
-    """Adds dq of a work tile to global memory, after the additions that come first."""
-    refs, tiles, count = program.refs, program.tiles, program.plan.dq_accumulators
+def _add_tile(program: Program, tile, part) -> None:
+    """Adds dq of a work tile to global memory, after the additions that come first.
+
+    Args:
+      part: which one of it (`Plan.dq_parts`).
+    """
+    plan, refs, tiles = program.plan, program.refs, program.tiles
+    count, parts = plan.dq_accumulators, plan.dq_parts
     place = tiles.place(tile)
     accumulator, before = tiles.turn(place, count)
-    semaphore = program.semaphores.at[tiles.number(place) * count + accumulator]
+    number = (tiles.number(place) * count + accumulator) * parts + part
     here = {**tiles.at(place), _ACCUMULATOR: accumulator}
-    stage = program.dq_stage(tile)
-    dq, source = program.outputs[0], refs.dq.copied.at[stage]
+    index = program.dq_stage(tile)
+    if parts > 1:
+        here["t"] = Rows(here["t"].start + part * ROWS, ROWS)
+        index = index, pl.ds(part * ROWS, ROWS)
+    semaphore, barrier = program.semaphores.at[number], program.dq_barrier(tile, part)
+    dq, source = program.outputs[0], refs.dq.at(index).copied
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
-    plgpu.barrier_wait(refs.dq_full.at[stage])
+    plgpu.barrier_wait(refs.dq_full.at[barrier])
 
     @pl.when(before == 0)
     def _():
@@ -164,6 +180,6 @@ def _add_tile(program: Program, tile) -> None:
         plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 
     wait_until_stored()
-    plgpu.barrier_arrive(refs.dq_empty.at[stage])
+    plgpu.barrier_arrive(refs.dq_empty.at[barrier])
     plgpu.wait_smem_to_gmem(0)
     plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")

@@ -88,7 +88,7 @@ class WorkTile:
       k, v: the consumer's own keys and values.
       q, do: of the queries.
       dz: for all consumers' parts of dz.
-      dq_stage: for dq.
+      dq_stage, dq_barrier: for dq, and for the consumer's part of it.
       spec, where: of its pairs.
       masked: whether some of these may be masked.
       has_next: whether a work tile comes after it.
@@ -103,6 +103,7 @@ class WorkTile:
     do: Any
     dz: Any
     dq_stage: Any
+    dq_barrier: Any
     spec: AttentionSpec
     where: Where
     masked: Any
@@ -126,6 +127,7 @@ class WorkTile:
             do=program.do_pipeline.at(number).do.ref,
             dz=program.dz(number),
             dq_stage=program.dq_stage(number),
+            dq_barrier=program.dq_barrier(number, program.warpgroup),
             spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
             where=where,
             masked=masked,
@@ -213,7 +215,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
 
     @pl.when(number >= plan.dq_stages)
     def _():
-        plgpu.barrier_wait(program.refs.dq_empty.at[tile.dq_stage])
+        plgpu.barrier_wait(program.refs.dq_empty.at[tile.dq_barrier])
 
     plgpu.wgmma_wait(0)
     program.do_pipeline.release(number)
@@ -294,7 +296,7 @@ def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
     pl.when(tile.has_next)(lambda: program.query_pipeline.release(tile.number))
     part.of(me, refs.dq.ref.at[tile.dq_stage])[...] = dq
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.dq_full.at[tile.dq_stage])
+    plgpu.barrier_arrive(refs.dq_full.at[tile.dq_barrier])
     loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_acc]
     return loaded[0] if loaded else tile.number
 
@@ -310,16 +312,18 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
     dk_out, dv_out = program.outputs[1:]
     in_float32 = consumer.plan.in_float32
+    # Its own part of the first stage of dq, or a stage of its own.
+    stage, row = (0, me * ROWS) if consumer.plan.dq_parts > 1 else (me, 0)
     if in_float32:
 
-        @pl.when(program.tiles.count > me)
+        @pl.when(program.tiles.count > stage)
         def _():
-            plgpu.barrier_wait(refs.dq_empty.at[me])
+            plgpu.barrier_wait(refs.dq_empty.at[program.dq_barrier(stage, me)])
 
     def store(operand: Tile, gradient, out):
         part = operand.at((0, consumer.rows))
         if in_float32:
-            part = refs.dq.at((me, pl.ds(0, ROWS)))
+            part = refs.dq.at((stage, pl.ds(row, ROWS)))
         part.ref[...] = gradient.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(part.copied, out.at(consumer.where))

@@ -83,9 +83,17 @@ class Plan(gradients.Plan):
         return 2 if self.pipelines_scores else 1
 
     @property
+    def dq_parts(self) -> int:
+        """In how many parts a block of dq is added, each in turn by itself.
+
+        Where consumers make rows of it, no part waits for the other consumer's.
+        """
+        return self.consumers if isinstance(self.dq_part, RowsOfDq) else 1
+
+    @property
     def adder_warps(self) -> int:
         """How many warps of the producer warpgroup add dq to global memory."""
-        return tuning.adder_warps(self.width)
+        return max(tuning.adder_warps(self.width), self.dq_parts)
 
     @property
     def pair_block(self) -> dict[str, int]:
@@ -148,10 +156,9 @@ class Refs:
       do_full, do_empty: barriers of the stages of do and delta (`pipeline.Pipeline`).
       dq: blocks of dq on their way to global memory, [block_q, H] in float32 in each
         stage of dq. Where dk and dv are in float32, they leave from here, too.
-      dq_full: a barrier for each stage of dq, at which every consumer arrives when it
-        has written its part.
-      dq_empty: a barrier for each stage of dq, at which the warp that adds it arrives
-        when TMA has read it.
+      dq_full: a barrier for each part of each stage of dq (`Plan.dq_parts`), at which
+        the consumers that make it arrive when it is written.
+      dq_empty: likewise, at which the warp that adds it arrives when TMA has read it.
       dz: the gradient of the scores, transposed, [block_kv, block_q] in each stage of
         dz.
       k: [1, block_kv, H].
@@ -196,12 +203,13 @@ class Refs:
         dq_shape = plan.dq_stages, rows, plan.width["h"]
         # Both operands of a product have one swizzle.
         dz = support.tile((plan.dz_stages, keys, rows), plan.dtype, swizzled["h"])
-        barriers = functools.partial(plgpu.Barrier, num_barriers=plan.dq_stages)
+        of_parts = plan.dq_stages * plan.dq_parts
+        barriers = functools.partial(plgpu.Barrier, num_barriers=of_parts)
         return cls(
             **declare_stages(plan, q, do),
             do=do,
             dq=Tile(support.tile(dq_shape, F32, dq_swizzled)),
-            dq_full=barriers(num_arrivals=consumers),
+            dq_full=barriers(num_arrivals=consumers // plan.dq_parts),
             dq_empty=barriers(num_arrivals=1),
             dz=Tile(dz),
             k=rows_of("h", 1, keys, along="s"),
@@ -215,7 +223,8 @@ class Program(KeyProgram):
     """A thread block.
 
     Attributes:
-      semaphores: of all blocks of dq in global memory, each of which counts additions.
+      semaphores: of all parts of blocks of dq in global memory, each of which counts
+        additions.
     """
 
     plan: Plan
@@ -225,7 +234,7 @@ class Program(KeyProgram):
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         program = cls.start(plan, inputs, outputs, refs)
-        count = program.tiles.all_sums * plan.dq_accumulators
+        count = program.tiles.all_sums * plan.dq_accumulators * plan.dq_parts
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         return dataclasses.replace(program, semaphores=semaphores)
 
@@ -237,3 +246,8 @@ class Program(KeyProgram):
     def dq_stage(self, tile):
         """In which stage of dq the block of a work tile is."""
         return lax.rem(tile, jnp.int32(self.plan.dq_stages))
+
+    def dq_barrier(self, tile, part):
+        """Which of `dq_full` and of `dq_empty` is that of a part."""
+        parts = self.plan.dq_parts
+        return self.dq_stage(tile) * parts + (part if parts > 1 else 0)
