@@ -266,17 +266,6 @@ def _with_stores_to_sums(interpreter, callbacks):
     return names["interpret"]
 
 
-def _of_shared_memory(check, callbacks):
-    """A check for races that leaves out sums in registers, which nobody shares."""
-    kind = plgpu.MemorySpace.REGS
-
-    def checked(state, thread, clock, key, *rest, **more):
-        if key.memory_space_id != callbacks.memory.get_memory_space_idx(kind):
-            check(state, thread, clock, key, *rest, **more)
-
-    return checked
-
-
 def _call_back(*arrays, callback, result_avals, **_):
     """In place of JAX's, which makes arrays of JAX first: most of the time was that."""
     found = callback(*(np.array(x) for x in arrays))
@@ -359,9 +348,6 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(interpreter.JaxprInterpreter, "interpret", method)
     put(importlib.import_module("jax._src.callback"), "io_callback_impl", _call_back)
     put(_jax("interpret.shared_memory"), "_to_int", _to_int)
-    states = _jax("interpret.race_detection_state").GPURaceDetectionState
-    check = _of_shared_memory(states.check_write, callbacks)
-    put(states, "check_write", check)
     callbacks.reset_gpu_interpret_mode_state()
 
 

@@ -77,8 +77,6 @@ class Numbers:
         decide which blocks meet.
       adder_warps: how many warps add dq to global memory, by the width of tiles of
         heads up to which it is so. Two have twice the time for each block of dq.
-      fewest_tiles_to_lag: work tiles of a thread block that owns keys, likewise, from
-        which on dq lags by one (`hopper.tuning.lags_dq`).
       blocks_of_a_document: blocks of keys that a document is taken to have. How long
         it is, no choice can see.
       addition_part: the part of a work tile's time that one addition to dq and the news
@@ -109,7 +107,6 @@ class Numbers:
     widths_that_keep_no_scores: tuple[int, ...]
     most_order_bytes: int
     adder_warps: Mapping[int, int]
-    fewest_tiles_to_lag: Mapping[int, float]
     blocks_of_a_document: int
     addition_part: float
     first_turns_part: float
@@ -127,9 +124,7 @@ class Numbers:
         values = {name: entry["value"] for name, entry in table.items()}
         widths = "widths_that_keep_no_scores"
         values[widths] = tuple(values[widths])
-        fewest = values["fewest_tiles_to_lag"]
-        values["fewest_tiles_to_lag"] = {n: _point(x) for n, x in fewest.items()}
-        for name in ("adder_warps", "fewest_tiles_to_lag", "fp8_blocks"):
+        for name in ("adder_warps", "fp8_blocks"):
             values[name] = _by_size(values[name])
         return cls(**values)
 
@@ -200,9 +195,5 @@ def _by_size(entries: Mapping) -> dict:
 
 
 def _crossover(entry: Mapping) -> Crossover:
-    return Crossover(*(_point(entry[x]) for x in ("forward", "backward")))
-
-
-def _point(x: float | None) -> float:
-    """A number from which on something is faster; null in a table where it never is."""
-    return math.inf if x is None else x
+    points = entry["forward"], entry["backward"]
+    return Crossover(*(math.inf if x is None else x for x in points))

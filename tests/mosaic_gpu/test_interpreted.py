@@ -20,11 +20,6 @@ from tests.kernels.test_attention import check_same_bits
 from tests.mosaic import BLOCKS, with_heads
 from tests.tiers import deep
 
-WALKS = {
-    "lagged": lambda width, *_: tuning.pipelines_scores(width),
-    "in_step": lambda *_: False,
-}
-
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernels"),
     pytest.mark.skipif(
@@ -98,29 +93,12 @@ def test_parts_of_a_bias(name, monkeypatch, record_property):
 
 
 @deep
-@pytest.mark.parametrize("walk", WALKS)
 @pytest.mark.parametrize("name", ["causal", "lengths_causal"])
-def test_several_dq_accumulators(name, walk, monkeypatch, record_property):
+def test_several_dq_accumulators(name, monkeypatch, record_property):
     """Some blocks of queries meet one block of keys: a sum of theirs is not written."""
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(tuning, "lags_dq", WALKS[walk])
     monkeypatch.setattr(tuning, "dq_accumulators", lambda *_: 2)
     case = with_heads(dataclasses.replace(by_name(name), t=200, s=500), 64)
-    assert "query" in check(case, record_property)
-
-
-@deep
-@pytest.mark.parametrize("walk", WALKS)
-@pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize(
-    "name",
-    ["plain", "segments_causal_gqa", "window_offset", "dropout_bias", "lengths_causal"],
-)
-def test_walks(name, head, walk, monkeypatch, record_property):
-    """dq of a work tile beside the products of the next one, or of its own."""
-    mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(tuning, "lags_dq", WALKS[walk])
-    case = with_heads(dataclasses.replace(by_name(name), t=480, s=290), head)
     assert "query" in check(case, record_property)
 
 
@@ -178,18 +156,10 @@ def test_warpgroups_do_not_race_for_what_is_made_0(dtype, monkeypatch):
 
 @deep
 @pytest.mark.parametrize(
-    ("name", "head", "walk"),
-    [
-        ("causal", 64, "lagged"),
-        ("causal", 64, "in_step"),
-        ("causal", 128, "lagged"),
-        ("causal", 128, "in_step"),
-        ("plain", 256, "in_step"),
-    ],
+    ("name", "head"), [("causal", 64), ("causal", 128), ("plain", 256)]
 )
-def test_barriers_order_all_accesses(name, head, walk, monkeypatch):
+def test_barriers_order_all_accesses(name, head, monkeypatch):
     mosaic_interpreter.install(monkeypatch, races=True)
-    monkeypatch.setattr(tuning, "lags_dq", WALKS[walk])
     case = with_heads(dataclasses.replace(by_name(name), t=200, s=230), head)
     arrays, arguments = case.inputs(jnp.bfloat16)
     cotangents = tolerances.cotangents_for(case, jnp.bfloat16)

@@ -85,12 +85,6 @@ class Score:
         return any(x.is_positional and not x.is_absolute for x in traits)
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether a score is a product times a number that is known, and not tiny."""
-        others = (self.factor, self.key_scale, *self.terms)
-        return all(x is None for x in others) and self.scale > _TINY
-
-    @property
     def may_mask(self) -> bool:
         """Whether a score may be -inf without a mask."""
         return any(term.traits.may_mask for term in self.terms)

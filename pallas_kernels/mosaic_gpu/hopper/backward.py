@@ -98,7 +98,6 @@ def backward(
         division.partial(dq_struct, accumulators),
         *(division.partial(x, layout.parts) for x in dkv_structs),
     ]
-    inputs = inputs._replace(saved=plan.started(spec, inputs.saved))
     inputs = inputs.with_visits(layout)
     dq, *dkv = plan.call(
         by_role(Program.of, _produce, compute),
@@ -138,10 +137,10 @@ def _produce(program: Program) -> None:
 
 
 def _add(program: Program, first) -> None:
-    """Adds a part of dq of all work tiles that are this warp's.
+    """Adds dq of all work tiles or of every other, or a part of it, of all.
 
     Args:
-      first: the number of the warp among those that add.
+      first: the number of this warp among those that add.
     """
     plan = program.plan
     part, first = (first, 0) if plan.dq_parts > 1 else (0, first)
@@ -162,13 +161,12 @@ def _add_tile(program: Program, tile, part) -> None:
     place = tiles.place(tile)
     accumulator, before = tiles.turn(place, count)
     number = (tiles.number(place) * count + accumulator) * parts + part
-    semaphore = program.semaphores.at[number]
     here = {**tiles.at(place), _ACCUMULATOR: accumulator}
-    index = stage = program.dq_stage(tile)
+    index = program.dq_stage(tile)
     if parts > 1:
         here["t"] = Rows(here["t"].start + part * ROWS, ROWS)
-        index = stage, pl.ds(part * ROWS, ROWS)
-    barrier = program.dq_barrier(tile, part)
+        index = index, pl.ds(part * ROWS, ROWS)
+    semaphore, barrier = program.semaphores.at[number], program.dq_barrier(tile, part)
     dq, source = program.outputs[0], refs.dq.at(index).copied
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
     plgpu.barrier_wait(refs.dq_full.at[barrier])

@@ -1,21 +1,139 @@
-"""What a consumer warpgroup of `backward` does: the five products of each work tile."""
+"""What a consumer warpgroup of `backward` does: the five products of each work tile.
+
+Products run asynchronously. `wgmma` issues one, and `wgmma_accumulator_load` waits for
+it. All blocks of pairs are transposed, [keys, queries].
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import clear_keys
-from pallas_kernels.mosaic_gpu.hopper import backward_in_step, backward_lagged
+from pallas_kernels.core.ranges import minimum
+from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.layout import Rows, load_tree
+from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu.hopper import gradients
 from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
-from pallas_kernels.mosaic_gpu.hopper.backward_tile import Consumer
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import wait_until_stored
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
+from pallas_kernels.mosaic_gpu.tiles import Place
+from pallas_kernels.program import Where
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(gradients.Consumer):
+    """A consumer warpgroup, which owns 64 of the thread block's keys.
+
+    Attributes:
+      rows: its keys, in tiles of the thread block.
+      where: the place of its keys.
+      spec: with what varies along its keys loaded.
+    """
+
+    program: Program
+    rows: Any
+    where: Where
+    spec: AttentionSpec
+
+    @classmethod
+    def start(cls, program: Program) -> Consumer:
+        me = program.warpgroup
+        rows = pl.ds(me * ROWS, ROWS)
+        where = {**program.where, "s": Rows(program.where["s"].start + me * ROWS, ROWS)}
+        return cls(program, rows, where, load_tree(program.spec, ("s", "t"), where))
+
+    def keys_and_values(self, number) -> tuple[Any, Any, Any]:
+        """All keys of the thread block, its own keys and its own values.
+
+        They are addressed anew for every work tile `number`.
+        """
+        first, refs = support.keep_in_loop(0, number), self.refs
+        k_block = refs.k.ref.at[first]
+        return k_block, k_block.at[self.rows], refs.v.ref.at[first, self.rows]
+
+    def issue_scores(self, qk_acc, number, k) -> None:
+        """Issues the product of its keys and the queries of a work tile."""
+        q = self.program.query_pipeline.at(number).q.ref
+        plgpu.wgmma(qk_acc, k, support.transposed(q))
+
+    def pairs_at(self, place: Place) -> Where:
+        """Where the pairs of a work tile and of its keys lie."""
+        return {**self.program.tiles.at(place), "s": self.where["s"]}
+
+    def prefetch(self, number) -> list[jax.Array]:
+        """What each pair of a work tile has in global memory, where registers do."""
+        if not (self.plan.pipelines_scores and prefetch.is_fetched(self.spec)):
+            return []
+        where = self.pairs_at(self.program.tiles.place(number))
+        return prefetch.fetch(self.spec, ("s", "t"), where)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkTile:
+    """A block of queries of one query head, and what a consumer makes of it.
+
+    Attributes:
+      number: among the work tiles of the thread block.
+      k_block: all keys of the thread block.
+      k, v: the consumer's own keys and values.
+      q, do: of the queries.
+      dz: for all consumers' parts of dz.
+      dq_stage, dq_barrier: for dq, and for the consumer's part of it.
+      spec, where: of its pairs.
+      masked: whether some of these may be masked.
+      has_next: whether a work tile comes after it.
+      next: the number of that, or of this one if none comes.
+    """
+
+    number: Any
+    k_block: Any
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    dz: Any
+    dq_stage: Any
+    dq_barrier: Any
+    spec: AttentionSpec
+    where: Where
+    masked: Any
+    has_next: Any
+    next: Any
+
+    @classmethod
+    def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
+        program, tiles = consumer.program, consumer.program.tiles
+        k_block, k, v = consumer.keys_and_values(number)
+        place = tiles.place(number)
+        where, masked = consumer.pairs_at(place), tiles.masked(place)
+        of_head = {**consumer.where, "n": where["n"]}
+        spec = load_tree(consumer.spec, ("s", "t"), of_head)
+        return cls(
+            number=number,
+            k_block=k_block,
+            k=k,
+            v=v,
+            q=program.query_pipeline.at(number).q.ref,
+            do=program.do_pipeline.at(number).do.ref,
+            dz=program.dz(number),
+            dq_stage=program.dq_stage(number),
+            dq_barrier=program.dq_barrier(number, program.warpgroup),
+            spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
+            where=where,
+            masked=masked,
+            has_next=number + 1 < tiles.count,
+            next=minimum(number + 1, tiles.count - 1),
+        )
 
 
 def compute(program: Program) -> None:
@@ -29,10 +147,158 @@ def compute(program: Program) -> None:
         for operand in (refs.k, refs.v):
             clear_keys.clear(operand.ref.at[0, consumer.rows], attended)
     accumulators = (plgpu.WGMMAAccumulatorRef((ROWS, plan.width[x]), F32) for x in "hd")
-    walk = backward_lagged.walk if plan.lags_dq else backward_in_step.walk
-    dk, dv = pl.run_scoped(functools.partial(walk, consumer), *accumulators)
+    dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
     _store(consumer, dk, dv)
+
+
+def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
+    """dk and dv of its keys, over the spec's units.
+
+    These are `AttentionSpec.gradient_unit` and `dropout_scale`.
+    """
+    count = consumer.program.tiles.count
+    first, end = jnp.int32(0), support.opaque(count)
+
+    @pl.when(count > 0)
+    def _():
+        pipelined = consumer.plan.pipelines_scores
+        qk = _scores(consumer, first) if pipelined else first
+        visit = functools.partial(_visit, consumer, dk_acc, dv_acc)
+        lax.fori_loop(first, end, visit, (qk, consumer.prefetch(first)))
+
+    return dk_acc[...], dv_acc[...]
+
+
+def _scores(consumer: Consumer, number) -> jax.Array:
+    """The product of keys and queries of a work tile, once its queries are there."""
+
+    def product(qk_acc):
+        _, k, _ = consumer.keys_and_values(number)
+        consumer.issue_scores(qk_acc, number, k)
+        return plgpu.wgmma_accumulator_load(qk_acc, wait_n=0)
+
+    consumer.program.query_pipeline.wait(number)
+    return pl.run_scoped(product, consumer.plan.accumulator)
+
+
+def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
+    """Adds a work tile to dk and dv, makes dq of it, and the scores of the next.
+
+    Args:
+      number: of the work tile.
+      state: the product of its keys and queries, where scores are pipelined (else a
+        number in its place), and what was prefetched of its pairs.
+
+    Returns:
+      The same of the next work tile.
+    """
+    qk, prefetched = state
+    program, plan = consumer.program, consumer.plan
+    pipelined = plan.pipelines_scores
+    qk = qk if pipelined else _scores(consumer, number)
+    tile = WorkTile.of(consumer, number, prefetched)
+    pairs = _pairs_overlapped if pipelined else _pairs_in_sequence
+    pairs = functools.partial(pairs, consumer, tile, qk, dv_acc)
+    p, dz = pl.run_scoped(pairs, plan.accumulator)
+    if not pipelined:  # all have read the last dz
+        plan.sync_consumers()
+    tile.dz[consumer.rows] = dz.astype(plan.dtype)
+    if p is not None:
+        _issue_dv(consumer, dv_acc, tile, p)
+    prefetched = consumer.prefetch(tile.next)
+    plgpu.commit_smem()
+    plgpu.wgmma(dk_acc, tile.dz.at[consumer.rows], tile.q)
+    plan.sync_consumers()  # dz of all keys is there
+    if pipelined and not plan.overlaps_exponents:
+        _wait_for_next(consumer, tile)
+
+    @pl.when(number >= plan.dq_stages)
+    def _():
+        plgpu.barrier_wait(program.refs.dq_empty.at[tile.dq_barrier])
+
+    plgpu.wgmma_wait(0)
+    program.do_pipeline.release(number)
+    dq_acc = plgpu.WGMMAAccumulatorRef(plan.dq_part.shape, F32)
+    qk_acc = [plan.accumulator] * pipelined
+    qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
+    return qk, prefetched
+
+
+def _wait_for_next(consumer: Consumer, tile: WorkTile) -> None:
+    """Until the queries of the next work tile are there."""
+    pipeline = consumer.program.query_pipeline
+    pl.when(tile.has_next)(lambda: pipeline.wait(tile.next))
+
+
+def _issue_dv(consumer: Consumer, dv_acc, tile: WorkTile, p: jax.Array) -> None:
+    plgpu.wgmma(dv_acc, p.astype(consumer.plan.dtype), tile.do)
+
+
+def _recompute(consumer: Consumer, tile: WorkTile, qk: jax.Array):
+    program = consumer.program
+    return program.recompute(tile.spec, tile.where, tile.masked, tile.number, qk)
+
+
+def _pairs_overlapped(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
+    """p and dz of a work tile. The product for dp runs beside the exponents."""
+    del dv_acc
+    program = consumer.program
+    program.do_pipeline.wait(tile.number)
+    plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
+    again = _recompute(consumer, tile, qk)
+    p = again.dropped
+    delta = program.delta(again.pairs, tile.number)
+    if program.plan.overlaps_exponents:
+        # The compiler moves nothing across this branch: exponents are computed while
+        # the product runs, and not after it.
+        _wait_for_next(consumer, tile)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    return p, again.dz(dp, delta)
+
+
+def _pairs_in_sequence(consumer: Consumer, tile: WorkTile, qk, dv_acc, dp_acc):
+    """dz of a work tile, in fewer registers: of a rounded p, whose product runs.
+
+    Returns:
+      None in place of p, and dz.
+    """
+    program = consumer.program
+    again = _recompute(consumer, tile, qk)
+    again = again._replace(p=again.p.astype(program.plan.dtype).astype(F32))
+    p = again.dropped.astype(program.plan.dtype)
+    program.do_pipeline.wait(tile.number)
+    _issue_dv(consumer, dv_acc, tile, p)
+    plgpu.wgmma(dp_acc, tile.v, support.transposed(tile.do))
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    delta = program.delta(again.pairs, tile.number)
+    return None, again.dz(dp, delta)
+
+
+def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
+    """This consumer's part of dq goes to shared memory, from where a warp adds it.
+
+    Meanwhile the product of the next queries and keys runs.
+
+    Args:
+      qk_acc: for that product, where scores are pipelined.
+
+    Returns:
+      That product, or a number in its place.
+    """
+    program, refs = consumer.program, consumer.refs
+    part, me = program.plan.dq_part, program.warpgroup
+    dz, k = part.operands(me, tile.dz, tile.k_block)
+    plgpu.wgmma(dq_acc, support.transposed(dz), k)
+    for accumulator in qk_acc:
+        consumer.issue_scores(accumulator, tile.next, tile.k)
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(qk_acc))
+    pl.when(tile.has_next)(lambda: program.query_pipeline.release(tile.number))
+    part.of(me, refs.dq.ref.at[tile.dq_stage])[...] = dq
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.dq_full.at[tile.dq_barrier])
+    loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_acc]
+    return loaded[0] if loaded else tile.number
 
 
 def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
@@ -45,9 +311,9 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     """
     program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
     dk_out, dv_out = program.outputs[1:]
-    plan, in_float32 = consumer.plan, consumer.plan.in_float32
+    in_float32 = consumer.plan.in_float32
     # Its own part of the first stage of dq, or a stage of its own.
-    stage, first = (0, me * ROWS) if plan.dq_parts > 1 else (me, 0)
+    stage, row = (0, me * ROWS) if consumer.plan.dq_parts > 1 else (me, 0)
     if in_float32:
 
         @pl.when(program.tiles.count > stage)
@@ -57,7 +323,7 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     def store(operand: Tile, gradient, out):
         part = operand.at((0, consumer.rows))
         if in_float32:
-            part = refs.dq.at((stage, pl.ds(first, ROWS)))
+            part = refs.dq.at((stage, pl.ds(row, ROWS)))
         part.ref[...] = gradient.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(part.copied, out.at(consumer.where))

@@ -15,9 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.flash2 import LOG2_E
-from pallas_kernels.core.pairs import Pairs
-from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.hopper import gradients, tuning
@@ -25,7 +22,6 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
     F32,
     Inputs,
     KeyProgram,
-    Saved,
     declare_stages,
 )
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
@@ -42,18 +38,12 @@ class Plan(gradients.Plan):
       drops_keys: whether keys that no query attends to must become zeros.
       overlaps_exponents: whether all exponents of a work tile are computed while the
         product for dp runs (`tuning.overlaps_exponents`).
-      lags_dq: whether consumers take turns at products, and make dq of a work tile
-        beside the products of the next one (`tuning.lags_dq`).
-      starts_from_saved: whether the sums of products start from -lse and -delta, so
-        that these need no registers of their own (`tuning.starts_from_saved`).
     """
 
     dq_accumulators: int
     in_float32: bool
     drops_keys: bool
     overlaps_exponents: bool
-    lags_dq: bool
-    starts_from_saved: bool
 
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
@@ -63,7 +53,6 @@ class Plan(gradients.Plan):
             "dkv", operands, launch, by_block=True, blocks_alike=alike
         )
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
-        lags_dq = tuning.lags_dq(width, spec, layout)
         return cls(
             launch,
             layout,
@@ -73,8 +62,6 @@ class Plan(gradients.Plan):
             in_float32=bool(layout.parts) or outputs[1].dtype != dtype,
             drops_keys=spec.drops_keys,
             overlaps_exponents=tuning.overlaps_exponents(width, spec),
-            lags_dq=lags_dq,
-            starts_from_saved=lags_dq and tuning.starts_from_saved(spec),
         )
 
     @property
@@ -99,7 +86,7 @@ class Plan(gradients.Plan):
     def dq_parts(self) -> int:
         """In how many parts a block of dq is added, each in turn by itself.
 
-        Where consumers make rows of it, a part need not wait for the other consumer's.
+        Where consumers make rows of it, no part waits for the other consumer's.
         """
         return self.consumers if isinstance(self.dq_part, RowsOfDq) else 1
 
@@ -111,20 +98,6 @@ class Plan(gradients.Plan):
     @property
     def pair_block(self) -> dict[str, int]:
         return {"s": ROWS, "t": self.block_q}
-
-    def started(self, spec: AttentionSpec, saved: Saved) -> Saved:
-        """lse and delta as sums of products start from them."""
-        if not self.starts_from_saved:
-            return saved
-        lse, unit = saved.lse, -1 / (spec.score.scale * LOG2_E)
-        lse = dataclasses.replace(lse, value=lse.value * unit, fill=lse.fill * unit)
-        delta = dataclasses.replace(saved.delta, value=-saved.delta.value)
-        return saved._replace(lse=lse, delta=delta)
-
-    @property
-    def zeros(self) -> jax.Array:
-        """A block of pairs."""
-        return jnp.zeros(tuple(self.pair_block.values()), F32)
 
     @functools.cached_property
     def dq_part(self) -> RowsOfDq | ColumnsOfDq:
@@ -188,8 +161,6 @@ class Refs:
       dq_empty: likewise, at which the warp that adds it arrives when TMA has read it.
       dz: the gradient of the scores, transposed, [block_kv, block_q] in each stage of
         dz.
-      dz_full, dz_empty: where dq lags, a barrier for each stage of dz, at which every
-        consumer arrives when it has written, and when it has read.
       k: [1, block_kv, H].
       keys_full: the barrier at which k and v arrive.
       lse: [block_q] in each stage.
@@ -206,8 +177,6 @@ class Refs:
     dq_full: Any
     dq_empty: Any
     dz: Tile
-    dz_full: Any
-    dz_empty: Any
     k: Tile
     keys_full: Any
     lse: Tile
@@ -234,12 +203,8 @@ class Refs:
         dq_shape = plan.dq_stages, rows, plan.width["h"]
         # Both operands of a product have one swizzle.
         dz = support.tile((plan.dz_stages, keys, rows), plan.dtype, swizzled["h"])
-        barriers = functools.partial(
-            plgpu.Barrier, num_barriers=plan.dq_stages * plan.dq_parts
-        )
-        of_dz = None
-        if plan.lags_dq:
-            of_dz = plgpu.Barrier(num_barriers=plan.dz_stages, num_arrivals=consumers)
+        of_parts = plan.dq_stages * plan.dq_parts
+        barriers = functools.partial(plgpu.Barrier, num_barriers=of_parts)
         return cls(
             **declare_stages(plan, q, do),
             do=do,
@@ -247,8 +212,6 @@ class Refs:
             dq_full=barriers(num_arrivals=consumers // plan.dq_parts),
             dq_empty=barriers(num_arrivals=1),
             dz=Tile(dz),
-            dz_full=of_dz,
-            dz_empty=of_dz,
             k=rows_of("h", 1, keys, along="s"),
             q=q,
             v=rows_of("d", 1, keys, along="s"),
@@ -275,25 +238,10 @@ class Program(KeyProgram):
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
         return dataclasses.replace(program, semaphores=semaphores)
 
-    def lse(self, pairs: Pairs, tile) -> jax.Array:
-        """As of `KeyProgram`, or 0 where the product started from it."""
-        if self.plan.starts_from_saved:
-            return self.plan.zeros
-        return super().lse(pairs, tile)
-
-    def delta(self, pairs: Pairs, tile) -> jax.Array:
-        """As of `KeyProgram`, or 0 where the product started from it."""
-        if self.plan.starts_from_saved:
-            return self.plan.zeros
-        return super().delta(pairs, tile)
-
-    def dz_stage(self, tile):
-        """In which stage dz of a work tile is."""
-        return self.query_pipeline.stage(tile) if self.plan.pipelines_scores else 0
-
     def dz(self, tile):
         """Where dz of a work tile is put, of all keys of the thread block."""
-        return self.refs.dz.ref.at[self.dz_stage(tile)]
+        stage = self.query_pipeline.stage(tile) if self.plan.pipelines_scores else 0
+        return self.refs.dz.ref.at[stage]
 
     def dq_stage(self, tile):
         """In which stage of dq the block of a work tile is."""

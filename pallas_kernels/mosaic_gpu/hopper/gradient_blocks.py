@@ -86,9 +86,7 @@ def declared(
     layout = cast(memory.TileGrid, _Sizes(size))
     known = launch, layout, consumers(kernel, blocks), jnp.bfloat16
     if kernel == "backward":
-        # Where dq lags there are more barriers.
-        lags_dq = tuning.pipelines_scores(tuning.head_tiles(size))
-        options = 1, in_float32, False, False, lags_dq, False
+        options = 1, in_float32, False, False
         return backward_plan.Refs.declare(backward_plan.Plan(*known, *options))
     if kernel == "dkv":
         return dkv.Refs.declare(dkv.Plan(*known, in_float32))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import jax
-
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
@@ -209,41 +207,6 @@ def overlaps_exponents(width: Mapping[str, int], spec: AttentionSpec) -> bool:
     return pipelines_scores(width) and not (narrow and spec.dropout is not None)
 
 
-def lags_dq(
-    width: Mapping[str, int], spec: AttentionSpec, layout: memory.TileGrid
-) -> bool:
-    """Whether the backward makes dq of a work tile beside the products of the next one.
-
-    Consumers then take turns, and do not wait for each other. It costs the end of each
-    thread block a product that runs beside nothing: too much where these are short.
-    With dropout, lists of blocks, or masks that read numbers, registers do not suffice.
-
-    Args:
-      layout: of the kernel.
-    """
-    read = spec.masks, spec.offset, spec.query_rows, spec.key_rows
-    if spec.dropout is not None or spec.lists_blocks or jax.tree.leaves(read):
-        return False
-    heads = layout.elements / math.prod(layout.parts.values())
-    fewest = measured.here().numbers.fewest_tiles_to_lag
-    tiles = heads * _tiles_of_a_head(spec, layout)
-    return tiles >= measured.up_to(fewest, max(width.values()))
-
-
-def _tiles_of_a_head(spec: AttentionSpec, layout: memory.TileGrid) -> float:
-    """Work tiles of a query head that a thread block of keys visits, about."""
-    part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
-    return -(-layout.size["t"] // layout.rows["t"]) * part
-
-
-def starts_from_saved(spec: AttentionSpec) -> bool:
-    """Whether sums of products may start from what was saved of the forward pass.
-
-    So they can where scores are multiples of the products, and nothing is dropped.
-    """
-    return spec.score.is_scaled and spec.dropout is None
-
-
 def adder_warps(width: Mapping[str, int]) -> int:
     """How many warps of a thread block add dq to global memory."""
     return measured.up_to(measured.here().numbers.adder_warps, max(width.values()))
@@ -270,10 +233,11 @@ def dq_accumulators(spec: AttentionSpec, layout: memory.TileGrid) -> int:
     if not spec.meets_exactly:  # how much there is to do is not known
         return 1
     numbers = measured.here().numbers
+    part = spec.mean_keys(layout.size["s"]) / max(layout.size["s"], 1)
+    queries = -(-layout.size["t"] // layout.rows["t"])
     heads = layout.elements / math.prod(layout.parts.values())
     programs = max(1.0, layout.tiles / device.multiprocessors())
-    # Of a multiprocessor.
-    tiles = programs * heads * _tiles_of_a_head(spec, layout)
+    tiles = programs * heads * queries * part  # of a multiprocessor
     until = numbers.addition_part * (layout.in_turn - 1) / max(tiles, 1.0)
     count = 1
     while count < numbers.most_accumulators:
