@@ -9,6 +9,9 @@ DOCUMENTS = "tests/mosaic_gpu/test_visits.py -k of_documents"
 SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
 APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"
 DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
+OF_GRADIENTS = (
+    "tests/mosaic_gpu/test_interpreted.py -m '' -k 'parts_of_gradients and 64'"
+)
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
 DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
@@ -299,6 +302,27 @@ MUTANTS = [
             "prefetched = consumer.prefetch(tile.next)",
             "prefetched = consumer.prefetch(tile.number)",
             rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
+        ),
+        (
+            "consumers' parts of dk in the same place",
+            "stage, row = (0, me * ROWS)",
+            "stage, row = (0, 0 * ROWS)",
+            OF_GRADIENTS,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/backward.py",
+        (
+            "both warps add the first rows of dq",
+            "index = index, pl.ds(part * ROWS, ROWS)",
+            "index = index, pl.ds(0 * ROWS, ROWS)",
+            OF_GRADIENTS,
+        ),
+        (
+            "the second rows of dq where the first ones are",
+            'Rows(here["t"].start + part * ROWS, ROWS)',
+            'Rows(here["t"].start + 0 * ROWS, ROWS)',
+            OF_GRADIENTS,
         ),
     ),
     *of(

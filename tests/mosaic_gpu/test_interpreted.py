@@ -74,6 +74,16 @@ def test_gradients_apart(name, monkeypatch, record_property):
 
 
 @deep
+@pytest.mark.parametrize("head", [64, 128])
+def test_parts_of_gradients(head, monkeypatch, record_property):
+    """Parts of dk and dv in float32 leave from where dq was on its way."""
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 8)
+    case = dataclasses.replace(by_name("plain"), batch=(1,), t=900, s=130, n=2, k=1)
+    assert "query" in check(with_heads(case, head), record_property)
+
+
+@deep
 def test_parts_of_gradients_apart(monkeypatch, record_property):
     """Parts of dk and dv in float32 leave in place of queries; dq has no parts."""
     mosaic_interpreter.install(monkeypatch)

@@ -26,10 +26,11 @@ rounded before dz is made of it.
 
 The additions to a block of dq have one order, that of the key blocks which meet it, so
 that the same inputs give the same bits. A semaphore of the block counts them, and the
-first one stores. A thread block waits only for those of lower indices, which a GPU
-starts before it. Blocks of queries come from the last on. So a thread block comes to
-each of them some tiles after the thread block before it, and none waits for another's
-end (`tiles.Tiles`):
+first one stores. Where each consumer makes rows of dq, for heads up to 64, each of two
+warps adds those of one consumer, which have a semaphore of their own. A thread block
+waits only for those of lower indices, which a GPU starts before it. Blocks of queries
+come from the last on. So a thread block comes to each of them some tiles after the
+thread block before it, and none waits for another's end (`tiles.Tiles`):
 
     time ->   1     2     3     4     5     6
     keys 0    dq3   dq2   dq1   dq0                 stores
