@@ -8,14 +8,8 @@ ORDER = "tests/mosaic_gpu/test_visits.py -k before_them"
 DOCUMENTS = "tests/mosaic_gpu/test_visits.py -k of_documents"
 SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
 APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"
-DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
-OF_GRADIENTS = (
-    "tests/mosaic_gpu/test_interpreted.py -m '' -k 'parts_of_gradients and 64'"
-)
-OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 PADDING = "tests/mosaic_gpu/test_interpreted.py -k 'race_for and bfloat16'"
 DROPPED = "tests/mosaic_gpu/test_interpreted.py -k made_again"
-OF_TABLE = "tests/mosaic_gpu/test_functions.py -m '' -k table"
 WORDS = "tests/mosaic_gpu/test_dealt.py -k words"
 CHOICE = "tests/mosaic_gpu/test_choice.py -k 'measured_faster or must_be_copied'"
 TAKEN = rule("segments_causal_gqa", backend="mosaic_gpu")
@@ -46,76 +40,6 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/dbias.py",
-        (
-            "dropout's scale forgotten",
-            "total * program.spec.dropout_scale",
-            "total",
-            OF_BIAS,
-        ),
-        (
-            "the first element's keys for all",
-            "saved.do.at(here), inputs.v.at(here))",
-            "saved.do.at(here), "
-            "inputs.v.at({**here, **dict.fromkeys(plan.layout.looped, 0)}))",
-            OF_BIAS,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/ddistance.py",
-        (
-            "tiles of a diagonal all lie on the middle one",
-            "i = j + self.after",
-            "i = j",
-            OF_TABLE,
-        ),
-        (
-            "zeros over the sums of a diagonal",
-            "@pl.when(jnp.logical_not(visited))",
-            "@pl.when(visited)",
-            OF_TABLE,
-        ),
-        (
-            "a diagonal's tiles, not the elements of each",
-            "(end - block) * plan.layout.elements",
-            "end - block",
-            OF_TABLE,
-        ),
-        (
-            "parts of a tile all on its own diagonals",
-            "start = ROWS * (parts - 1 + row - column)",
-            "start = ROWS * (parts - 1)",
-            OF_TABLE,
-        ),
-        (
-            "a warpgroup's sums in the place of another's",
-            "own = Rows(self.warpgroup * parts, parts)",
-            "own = Rows(0 * self.warpgroup, parts)",
-            OF_TABLE,
-        ),
-        (
-            "one number for a diagonal that has several",
-            "lax.cond(count == 0,",
-            "lax.cond(count >= 0,",
-            OF_TABLE,
-        ),
-        (
-            "not the number that a diagonal has",
-            'pairs.along(least, "t")',
-            'pairs.along(least * 0, "t")',
-            OF_TABLE,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/backward.py",
-        (
-            "sums of dq to which nothing was added",
-            "met.to(axes) > number",
-            "met.to(axes) > 0",
-            "tests/mosaic_gpu/test_interpreted.py -m '' -k 'accumulators and lengths'",
-        ),
-    ),
-    *of(
         "pallas_kernels/mosaic_gpu/hopper/__init__.py",
         (
             "dq by itself in parts",
@@ -128,30 +52,6 @@ MUTANTS = [
             "q, k_clear, v_clear, tabled, rows",
             "q, k, v, spec, rows",
             APART,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/dq.py",
-        (
-            "dq by itself with another vector of rows",
-            'pairs.along(consumer.delta, "t")).astype',
-            'pairs.along(consumer.lse, "t")).astype',
-            APART,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/dkv.py",
-        (
-            "dk of probabilities",
-            "refs.dz.ref.at[slot], q_own",
-            "refs.p.ref.at[slot], q_own",
-            APART,
-        ),
-        (
-            "parts of dk in the place of those of dv",
-            "_result(self.q_or_dk, self.k)",
-            "_result(self.do_or_dv, self.k)",
-            "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_gradients_apart",
         ),
     ),
     *of(
@@ -296,36 +196,6 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/backward_consumer.py",
-        (
-            "pairs of the last tile once more",
-            "prefetched = consumer.prefetch(tile.next)",
-            "prefetched = consumer.prefetch(tile.number)",
-            rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
-        ),
-        (
-            "consumers' parts of dk in the same place",
-            "stage, row = (0, me * ROWS)",
-            "stage, row = (0, 0 * ROWS)",
-            OF_GRADIENTS,
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/backward.py",
-        (
-            "both warps add the first rows of dq",
-            "index = index, pl.ds(part * ROWS, ROWS)",
-            "index = index, pl.ds(0 * ROWS, ROWS)",
-            OF_GRADIENTS,
-        ),
-        (
-            "the second rows of dq where the first ones are",
-            'Rows(here["t"].start + part * ROWS, ROWS)',
-            'Rows(here["t"].start + 0 * ROWS, ROWS)',
-            OF_GRADIENTS,
-        ),
-    ),
-    *of(
         "pallas_kernels/mosaic_gpu/tile_scheduler.py",
         (
             "programs that take tiles have no rounds to spare",
@@ -443,15 +313,6 @@ MUTANTS = [
             "shape = (*(size[a] for a in _batch(spec)), keys)",
             "shape = jnp.broadcast_shapes(*map(jnp.shape, (*found, start)))",
             "tests/mosaic_gpu/test_visits.py -k do_not_depend_on",
-        ),
-    ),
-    *of(
-        "pallas_kernels/mosaic_gpu/hopper/backward.py",
-        (
-            "parts of a division left apart",
-            "division.summed(dkv, dkv_structs)",
-            "[x.value for x in dkv]",
-            DIVIDED,
         ),
     ),
     *of(
