@@ -79,9 +79,6 @@ class Numbers:
         heads up to which it is so. Two have twice the time for each block of dq.
       blocks_of_a_document: blocks of keys that a document is taken to have. How long
         it is, no choice can see.
-      shared_blocks: blocks of keys of a head that have several thread blocks, at most,
-        where a mask of lists has some that nearly all queries visit.
-      parts_of_a_shared_block: how many thread blocks each of them has.
       addition_part: the part of a work tile's time that one addition to dq and the news
         of it take.
       first_turns_part: the part of the time that may pass before all thread blocks have
@@ -111,8 +108,6 @@ class Numbers:
     most_order_bytes: int
     adder_warps: Mapping[int, int]
     blocks_of_a_document: int
-    shared_blocks: int
-    parts_of_a_shared_block: int
     addition_part: float
     first_turns_part: float
     rows_of_an_accumulator: int
