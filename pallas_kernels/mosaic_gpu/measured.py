@@ -75,8 +75,9 @@ class Numbers:
         has too few registers to keep scores, as a soft cap wants.
       most_order_bytes: bytes at most of what orders the additions to dq where arrays
         decide which blocks meet.
-      adder_warps: how many warps add dq to global memory, by the width of tiles of
-        heads up to which it is so. Two have twice the time for each block of dq.
+      adder_warps: how many warps add blocks of dq to global memory, by the width of
+        tiles of heads up to which it is so. Two have twice the time for each block.
+        Where a block has parts (`hopper.backward_plan.Plan.dq_parts`), each has a warp.
       blocks_of_a_document: blocks of keys that a document is taken to have. How long
         it is, no choice can see.
       addition_part: the part of a work tile's time that one addition to dq and the news

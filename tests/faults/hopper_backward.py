@@ -126,8 +126,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/backward.py",
         (
             "both warps add the first rows of dq",
-            "index = index, pl.ds(part * ROWS, ROWS)",
-            "index = index, pl.ds(0 * ROWS, ROWS)",
+            "source = plan.dq_part.of(part, source)",
+            "source = plan.dq_part.of(0 * part, source)",
             OF_GRADIENTS,
         ),
         (

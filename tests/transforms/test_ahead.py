@@ -115,7 +115,9 @@ def test_what_is_read_from_disk_is_not_compiled_ahead(begun, monkeypatch, tmp_pa
         (backward,) = tmp_path.glob("*/flash2_backward*")
         backward.write_bytes(b"damaged")
         again = lower(LONG, LONG, LONG, gpu=H200)
-        # JAX 0.11 numbers the modules that a process lowers.
+        # JAX 0.11 numbers modules: what a process makes anew is not the same.
+        numbers = (0, 11) <= jax.__version_info__ < (0, 12)
+        assert (again == first) != numbers
         assert len(kernels(again)) == len(kernels(first)) == 2
     assert len(begun) == 6 and begun[4] == "flash2_backward"
 

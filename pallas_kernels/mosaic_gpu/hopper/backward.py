@@ -163,12 +163,11 @@ def _add_tile(program: Program, tile, part) -> None:
     accumulator, before = tiles.turn(place, count)
     number = (tiles.number(place) * count + accumulator) * parts + part
     here = {**tiles.at(place), _ACCUMULATOR: accumulator}
-    index = program.dq_stage(tile)
+    dq, source = program.outputs[0], refs.dq.copied.at[program.dq_stage(tile)]
     if parts > 1:
         here["t"] = Rows(here["t"].start + part * ROWS, ROWS)
-        index = index, pl.ds(part * ROWS, ROWS)
+        source = plan.dq_part.of(part, source)
     semaphore, barrier = program.semaphores.at[number], program.dq_barrier(tile, part)
-    dq, source = program.outputs[0], refs.dq.at(index).copied
     plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
     plgpu.barrier_wait(refs.dq_full.at[barrier])
 

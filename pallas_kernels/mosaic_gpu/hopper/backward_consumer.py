@@ -77,6 +77,22 @@ class Consumer(gradients.Consumer):
         where = self.pairs_at(self.program.tiles.place(number))
         return prefetch.fetch(self.spec, ("s", "t"), where)
 
+    def wait_for_room(self, number) -> None:
+        """Until its part of dq of a work tile may be written."""
+        barrier = self.program.dq_barrier(number, self.program.warpgroup)
+
+        @pl.when(number >= self.plan.dq_stages)
+        def _():
+            plgpu.barrier_wait(self.refs.dq_empty.at[barrier])
+
+    def hand_over(self, number, dq: jax.Array) -> None:
+        """Its part of dq goes to shared memory, from where a warp adds it."""
+        program, me = self.program, self.program.warpgroup
+        block = self.refs.dq.ref.at[program.dq_stage(number)]
+        self.plan.dq_part.of(me, block)[...] = dq
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs.dq_full.at[program.dq_barrier(number, me)])
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkTile:
@@ -88,7 +104,6 @@ class WorkTile:
       k, v: the consumer's own keys and values.
       q, do: of the queries.
       dz: for all consumers' parts of dz.
-      dq_stage, dq_barrier: for dq, and for the consumer's part of it.
       spec, where: of its pairs.
       masked: whether some of these may be masked.
       has_next: whether a work tile comes after it.
@@ -102,8 +117,6 @@ class WorkTile:
     q: Any
     do: Any
     dz: Any
-    dq_stage: Any
-    dq_barrier: Any
     spec: AttentionSpec
     where: Where
     masked: Any
@@ -126,8 +139,6 @@ class WorkTile:
             q=program.query_pipeline.at(number).q.ref,
             do=program.do_pipeline.at(number).do.ref,
             dz=program.dz(number),
-            dq_stage=program.dq_stage(number),
-            dq_barrier=program.dq_barrier(number, program.warpgroup),
             spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
             where=where,
             masked=masked,
@@ -212,11 +223,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
     plan.sync_consumers()  # dz of all keys is there
     if pipelined and not plan.overlaps_exponents:
         _wait_for_next(consumer, tile)
-
-    @pl.when(number >= plan.dq_stages)
-    def _():
-        plgpu.barrier_wait(program.refs.dq_empty.at[tile.dq_barrier])
-
+    consumer.wait_for_room(number)
     plgpu.wgmma_wait(0)
     program.do_pipeline.release(number)
     dq_acc = plgpu.WGMMAAccumulatorRef(plan.dq_part.shape, F32)
@@ -286,17 +293,15 @@ def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
     Returns:
       That product, or a number in its place.
     """
-    program, refs = consumer.program, consumer.refs
-    part, me = program.plan.dq_part, program.warpgroup
-    dz, k = part.operands(me, tile.dz, tile.k_block)
+    program = consumer.program
+    part = program.plan.dq_part
+    dz, k = part.operands(program.warpgroup, tile.dz, tile.k_block)
     plgpu.wgmma(dq_acc, support.transposed(dz), k)
     for accumulator in qk_acc:
         consumer.issue_scores(accumulator, tile.next, tile.k)
     dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(qk_acc))
     pl.when(tile.has_next)(lambda: program.query_pipeline.release(tile.number))
-    part.of(me, refs.dq.ref.at[tile.dq_stage])[...] = dq
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.dq_full.at[tile.dq_barrier])
+    consumer.hand_over(tile.number, dq)
     loaded = [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in qk_acc]
     return loaded[0] if loaded else tile.number
 
