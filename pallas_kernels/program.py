@@ -89,7 +89,7 @@ def key_program(
     ids = layout.program_ids()
     j = ids.pop("s")
     if visits is not None:
-        j = load_tree(visits, (), ids).own_block(j, layout.rows["s"])
+        j = load_tree(visits, (), ids).own_block(j, layout.rows["s"], layout.size["s"])
     where: Where = {"j": j, **ids}
     spec = load_tree(spec, ("s", "t"), where)
     where["s"] = _keys_at(spec, where, layout, j * layout.rows["s"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,50 @@ from jax import lax
 
 from pallas_kernels.core.axes import Named, batch_axes, whole_axis
 from pallas_kernels.core.lists import BlockList
-from pallas_kernels.core.ranges import Range, divide
+from pallas_kernels.core.ranges import Range, divide, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 
 # Times the mean, above which a block has many visits. Of a causal mask none has.
 MANY_VISITS = 4
+
+
+class Sharing(NamedTuple):
+    """Blocks of keys that have several programs each, since they have many visits.
+
+    Attributes:
+      blocks: how many there may be for a head and batch entry.
+      parts: programs of each.
+    """
+
+    blocks: int
+    parts: int
+
+    @property
+    def more(self) -> int:
+        """Programs beside one for each block."""
+        return self.blocks * (self.parts - 1)
+
+
+class Share(NamedTuple):
+    """What a program has of its block of keys.
+
+    Attributes:
+      block: number among those that are shared, if it is.
+      part: which part of the visits it has.
+      parts: how many there are: 1 of a block that is not shared.
+      is_used: whether it has any.
+    """
+
+    block: Any
+    part: Any
+    parts: Any
+    is_used: Any
+
+
+# In `Visits.shares`.
+_WHOLE, _UNUSED = -1, -2
+# Of so many parts the first one has no visit.
+_NO_VISITS = 2**20
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +78,20 @@ class Visits:
         of queries; meant for those that j visits. Beside a `BlockList` it counts the
         blocks of that, flat along one whole axis.
       order: int32 [.., own blocks] of a `BlockList`, along one whole axis: the numbers
-        of its blocks of keys in the order in which programs take them; else None.
+        of its blocks of keys in the order in which programs take them; else None. Where
+        blocks are shared, a number for each program.
+      shares: int32 like `order`, what a program has of its block: the number of the
+        block among those that are shared, times `sharing.parts`, and the part; or
+        `_WHOLE` or `_UNUSED`. None where no block is shared.
+      sharing: how blocks may be shared, or None (static). Without a `BlockList` none
+        is, and the programs that there are more are not used.
     """
 
     blocks: Range | BlockList
     before: Any
     order: Any = None
+    shares: Any = None
+    sharing: Sharing | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -52,17 +99,20 @@ class Visits:
         spec: AttentionSpec,
         size: Mapping[str, int],
         rows: Mapping[str, int],
+        sharing: Sharing | None = None,
     ) -> Visits:
         """Of a call.
 
         Args:
           spec: of `Named` arrays, without a table.
           size, rows: all of `t` and `s`, and those of a block.
+          sharing: whether blocks of a list may have several programs.
         """
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",))
         if isinstance(tabled.table, BlockList):
-            return cls._of_list(tabled.table, size["s"])
+            of_list = cls._of_list(tabled.table, size["s"])
+            return of_list if sharing is None else of_list._shared(sharing, rows["s"])
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
         queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
@@ -75,7 +125,8 @@ class Visits:
         visited = _in(found, queries).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2)
         blocks = Range(*(Named(x, axes) for x in found))
-        return cls(blocks, Named(so_far - visited, (*axes, "i")))
+        before = Named(so_far - visited, (*axes, "i"))
+        return cls(blocks, before, sharing=sharing)
 
     @classmethod
     def _of_list(cls, listed: BlockList, keys: int) -> Visits:
@@ -90,19 +141,77 @@ class Visits:
         axes = (*codes.axes[:-2], whole_axis(order.shape[-1]))
         return cls(listed, before, Named(order, axes))
 
-    def own_block(self, number, rows: int):
+    def _shared(self, sharing: Sharing, rows: int) -> Visits:
+        """With several programs for the first blocks that have many visits.
+
+        Args:
+          rows: of a kernel's block of keys. Blocks of a list that are larger have one
+            program for each of theirs; those that come after are not used.
+        """
+        listed = self.blocks
+        assert isinstance(listed, BlockList) and self.order is not None
+        order, lead = self.order.value, self.order.axes[:-1]
+        blocks, parts = sharing
+        met = jnp.sum(listed.codes().value > 0, axis=-1, dtype=jnp.int32)
+        is_shared = jnp.take_along_axis(_has_many(met), order, axis=-1)
+        is_shared &= listed.own == rows
+        index = lax.cumsum(is_shared.astype(jnp.int32), axis=is_shared.ndim - 1) - 1
+        is_shared &= index < blocks
+        programs = jnp.where(is_shared, parts, 1)
+        end = lax.cumsum(programs, axis=programs.ndim - 1)
+        count = order.shape[-1]
+        number = jnp.arange(count + sharing.more, dtype=jnp.int32)
+        # The place in the order of each program: how many blocks end before it.
+        place = jnp.sum(end[..., None, :] <= number[:, None], axis=-1, dtype=jnp.int32)
+        is_used, place = place < count, jnp.minimum(place, count - 1)
+
+        def of(x: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, place, axis=-1)
+
+        part = number - of(end - programs)
+        share = jnp.where(of(is_shared), of(index) * parts + part, _WHOLE)
+        share = jnp.where(is_used, share, _UNUSED)
+        axes = (*lead, whole_axis(place.shape[-1]))
+        order, shares = Named(of(order), axes), Named(share, axes)
+        more = {"order": order, "shares": shares, "sharing": sharing}
+        return dataclasses.replace(self, **more)
+
+    def own_block(self, number, rows: int, keys: int):
         """The block of keys that a program owns.
 
         Args:
           number: of the program among those of its heads and batch entries.
           rows: of a block of keys.
+          keys: how many there are.
         """
         if self.order is None:
-            return number
+            return (
+                number
+                if self.sharing is None
+                else minimum(number, -(-keys // rows) - 1)
+            )
         assert isinstance(self.blocks, BlockList)
         parts = self.blocks.own // rows
         entry = divide(number, parts)
         return self.order.number(entry) * parts + (number - entry * parts)
+
+    def share(self, number, rows: int, keys: int) -> Share:
+        """What a program has of it.
+
+        Args:
+          number, rows, keys: as for `own_block`.
+        """
+        assert self.sharing is not None
+        if isinstance(self.blocks, BlockList) and self.blocks.own == rows:
+            found = self.shares.number(number)
+        else:
+            found = _UNUSED + jnp.asarray(number < -(-keys // rows), jnp.int32)
+        # Arithmetic, as scalar selects do not lower in every kernel.
+        is_used, is_shared = minimum(found + 2, 1), maximum(minimum(found + 1, 1), 0)
+        found, count = maximum(found, 0), self.sharing.parts
+        block = divide(found, count)
+        parts = _NO_VISITS + is_used * (1 - _NO_VISITS) + is_shared * (count - 1)
+        return Share(block, found - block * count, parts, is_used > 0)
 
     def before_at(self, where: Mapping[str, Any], block, rows: Mapping[str, int]):
         """How many programs come before the one at `where` at a block of queries.
@@ -170,12 +279,21 @@ def _many_last(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
       last_is_short: whether the last block has fewer rows, and stays where it is.
     """
     count = visits.shape[-1]
-    has_many = count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
     numbers = jnp.arange(count, dtype=jnp.int32)
-    kind = has_many.astype(jnp.int32)
+    kind = _has_many(visits).astype(jnp.int32)
     if last_is_short:
         kind = jnp.where(numbers == count - 1, 2, kind)
     return lax.rem(lax.sort(kind * count + numbers), jnp.int32(count))
+
+
+def _has_many(visits: jax.Array) -> jax.Array:
+    """Which blocks have so many visits that the others must not wait for them.
+
+    Args:
+      visits: as of `_many_last`.
+    """
+    count = visits.shape[-1]
+    return count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
 
 
 def _in(blocks: Range, count: int) -> jax.Array:

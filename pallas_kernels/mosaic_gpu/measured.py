@@ -80,6 +80,9 @@ class Numbers:
         Where a block has parts (`hopper.backward_plan.Plan.dq_parts`), each has a warp.
       blocks_of_a_document: blocks of keys that a document is taken to have. How long
         it is, no choice can see.
+      shared_blocks: blocks of keys of a head that have several thread blocks, at most,
+        where a mask of lists has some that nearly all queries visit.
+      parts_of_a_shared_block: how many thread blocks each of them has.
       addition_part: the part of a work tile's time that one addition to dq and the news
         of it take.
       first_turns_part: the part of the time that may pass before all thread blocks have
@@ -109,6 +112,8 @@ class Numbers:
     most_order_bytes: int
     adder_warps: Mapping[int, int]
     blocks_of_a_document: int
+    shared_blocks: int
+    parts_of_a_shared_block: int
     addition_part: float
     first_turns_part: float
     rows_of_an_accumulator: int

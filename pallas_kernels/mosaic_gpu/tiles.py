@@ -16,16 +16,32 @@ from pallas_kernels import program
 from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.ranges import Range, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import Visits
+from pallas_kernels.core.visits import Share, Sharing, Visits
 from pallas_kernels.layout import Rows, load_tree
 from pallas_kernels.mosaic_gpu import memory
+
+
+class KeyGrid(memory.TileGrid):
+    """Tiles of blocks of keys, of which some may have several programs each.
+
+    Attributes:
+      sharing: how; None where no block is shared, as where work is divided otherwise.
+    """
+
+    def __init__(self, operands, *, sharing: Sharing | None = None, **arguments):
+        super().__init__(operands, by_block=True, **arguments)
+        self.sharing = None if self.parts else sharing
+        if self.sharing is not None:
+            count = self.num_blocks["s"] + self.sharing.more
+            self.num_blocks, self.grid = {"s": count}, (count, *self.grid[1:])
 
 
 def visits_of(spec: AttentionSpec, layout: memory.TileGrid) -> Visits | None:
     """Of the programs, where arrays decide them (`Named` fields)."""
     if spec.meets_exactly:
         return None
-    return Visits.of(spec, layout.size, layout.rows)
+    sharing = layout.sharing if isinstance(layout, KeyGrid) else None
+    return Visits.of(spec, layout.size, layout.rows, sharing)
 
 
 class Place(NamedTuple):
@@ -55,6 +71,7 @@ class Tiles:
       heads: how many they are.
       blocks: how many blocks it visits of each.
       visits: where arrays decide them, with what this program needs loaded; else None.
+      share: what the program has of its block of keys, where programs share blocks.
     """
 
     spec: AttentionSpec
@@ -65,9 +82,11 @@ class Tiles:
     heads: Any
     blocks: Any
     visits: Visits | None
+    share: Share | None = None
 
     @classmethod
     def of(cls, spec, where, layout: memory.TileGrid, visits: Visits | None) -> Tiles:
+        share = None
         if visits is None:
             found = cls._met(spec, where["s"].start, layout)
         else:
@@ -75,16 +94,21 @@ class Tiles:
             visits, found = loaded, loaded.blocks
             if isinstance(found, BlockList):
                 found = found.walk(where["s"].start, layout.rows["t"])
+            if visits.sharing is not None:
+                number, keys = layout.program_ids()["s"], layout.size["s"]
+                share = visits.share(number, layout.rows["s"], keys)
         if layout.size["s"] % layout.rows["s"]:
             # Of rows beyond the array p may be infinite, and dq would be NaN.
             end = where["s"].start + layout.rows["s"]
             found = found.all_edges(jnp.asarray(end > layout.size["s"], jnp.int32))
+        if share is not None:
+            found = found.part(share.part, share.parts)
         needed, group = layout.own_blocks(where, found), 0
         if "k" in where:
             group = where["k"] * layout.group
         first, end = layout.own_elements(where)
         own = group + first, jnp.int32(end - first), jnp.int32(needed.count)
-        return cls(spec, where, layout, needed, *own, visits)
+        return cls(spec, where, layout, needed, *own, visits, share)
 
     @staticmethod
     def _met(spec, start, layout: memory.TileGrid) -> Range:
@@ -155,6 +179,24 @@ class Tiles:
     @property
     def _blocks_of_rows(self) -> int:
         return -(-self.layout.size["t"] // self.layout.rows["t"])
+
+    @property
+    def shared(self) -> int:
+        """How many blocks of keys may be shared, of all heads and batch entries."""
+        assert self.visits is not None and self.visits.sharing is not None
+        own = [x for x in self.layout.names if x != "s"]
+        heads = math.prod(self.layout.size[x] for x in own)
+        return heads * self.visits.sharing.blocks
+
+    @property
+    def shared_number(self):
+        """Of the block of keys among those, if it is shared."""
+        assert self.visits is not None and self.visits.sharing is not None
+        assert self.share is not None
+        number = jnp.int32(0)
+        for name in (x for x in self.layout.names if x != "s"):
+            number = number * self.layout.size[name] + self.where[name]
+        return number * self.visits.sharing.blocks + self.share.block
 
     @property
     def all_sums(self) -> int:

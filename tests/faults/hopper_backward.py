@@ -9,10 +9,42 @@ DIVIDED = "tests/mosaic_gpu/test_backward.py -k divided_backward"
 OF_GRADIENTS = (
     "tests/mosaic_gpu/test_interpreted.py -m '' -k 'parts_of_gradients and 64'"
 )
+SHARED = "tests/kernels/test_block_mask.py -m '' -k 'mosaic_gpu_kernels and shared-128'"
+SHARES = "tests/mosaic_gpu/test_listed_visits.py -k share"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 OF_TABLE = "tests/mosaic_gpu/test_functions.py -m '' -k table"
 
 MUTANTS = [
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "programs that are not used visit",
+            "_NO_VISITS + is_used * (1 - _NO_VISITS)",
+            "1 + is_used * 0",
+            SHARES,
+        ),
+        (
+            "more programs than blocks where none is shared",
+            "jnp.asarray(number < -(-keys // rows), jnp.int32)",
+            "jnp.asarray(number < -(-keys // rows) + 1, jnp.int32)",
+            "tests/mosaic_gpu/test_listed_visits.py -k not_shared",
+        ),
+        (
+            "a third block is shared",
+            "is_shared &= index < blocks",
+            "is_shared &= index <= blocks",
+            SHARES,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "all programs of a shared block visit the same",
+            "found.part(share.part, share.parts)",
+            "found.part(0 * share.part, share.parts)",
+            SHARES,
+        ),
+    ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/dbias.py",
         (
@@ -116,6 +148,18 @@ MUTANTS = [
             rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
         ),
         (
+            "all parts of shared blocks in one place",
+            "number = share.block * (sharing.parts - 1) + part",
+            "number = share.block * (sharing.parts - 1) + 0 * part",
+            SHARED,
+        ),
+        (
+            "the last part of a shared block alone",
+            "lax.cond(share.part > 0, together",
+            "lax.cond(share.part < 0, together",
+            SHARED,
+        ),
+        (
             "consumers' parts of dk in the same place",
             "stage, row = (0, me * ROWS)",
             "stage, row = (0, 0 * ROWS)",
@@ -141,7 +185,7 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/backward.py",
         (
             "parts of a division left apart",
-            "division.summed(dkv, dkv_structs)",
+            "division.summed(dkv[:2], dkv_structs)",
             "[x.value for x in dkv]",
             DIVIDED,
         ),

@@ -134,7 +134,7 @@ MUTANTS = [
         ),
         (
             "all wait for the program with most visits",
-            "kind = has_many.astype(jnp.int32)",
+            "kind = _has_many(visits).astype(jnp.int32)",
             "kind = 0 * numbers",
             VISITS,
         ),

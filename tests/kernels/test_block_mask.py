@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import Blocks, Config, Context, attention, explain, make_block_mask
+from pallas_kernels.core import visits
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.divided import Divided
@@ -98,12 +99,19 @@ def test_lists_that_a_call_makes(mask, backend):
 @pytest.mark.skipif(not mosaic_interpreter.IS_SUPPORTED, reason="JAX 0.12")
 @pytest.mark.parametrize(
     ("mask", "block"),
-    deeply(("dilated", 128), ("window", None), ("documents", 128), ("heads", None)),
+    deeply(
+        *(("dilated", 128), ("window", None), ("documents", 128), ("heads", None)),
+        *(("shared", None), ("shared", 128)),
+    ),
 )
 def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
     """Both passes, beside the loops; block None makes lists in the call."""
     mosaic_interpreter.install(monkeypatch)
-    case = dataclasses.replace(by_name("plain"), t=300, s=300, n=2, k=1)
+    rows = 300
+    if mask == "shared":  # two of the blocks of keys, with several programs each
+        monkeypatch.setattr(visits, "MANY_VISITS", 1)
+        rows = 650
+    case = dataclasses.replace(by_name("plain"), t=rows, s=rows, n=2, k=1)
     case = with_heads(case, 64)
     arrays, arguments = case.inputs(jnp.bfloat16)
     mask_mod = {
@@ -112,6 +120,7 @@ def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
         "documents": lambda b, h, q, kv: IDS[q // 10] == IDS[kv // 10],
         "heads": lambda b, h, q, kv: (q // 128 - kv // 128) % (h + 2) == 0,
         "nothing": lambda b, h, q, kv: (q // 16) % 2 == 2,
+        "shared": lambda b, h, q, kv: (q >= kv) & ((q - kv < 40) | (kv < 200)),
     }[mask]
     arguments["mask_mod"] = mask_mod
     if block is not None:

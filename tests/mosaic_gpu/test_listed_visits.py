@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core import visits
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks import DenseMask
+from pallas_kernels.core.masks import DenseMask, SegmentIds
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import Sharing
 from pallas_kernels.layout import Launch
 from tests.core.test_lists import listed
 from tests.mosaic import with_numbers
@@ -50,13 +52,40 @@ def test_keys_that_all_attend_to(monkeypatch, multiprocessors):
     spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, 32)),))
     taken, least = times(size, spec, 16)
     assert taken < 1.4 * least
+    assert times(size, spec, 16, Sharing(2, 4))[0] < taken - 30
 
 
-def test_many_visits_beside_a_short_last_block():
+@pytest.mark.parametrize("sharing", [None, Sharing(1, 2), Sharing(3, 4)])
+def test_many_visits_beside_a_short_last_block(sharing):
     """The one with many visits comes before the last one, which has fewer rows."""
     size = {"t": 256, "s": 456, "n": 1, "k": 1}
     mask = (np.arange(456) < 20) | (np.arange(256)[:, None] < 16)
     mask = DenseMask(Named(mask, ("t", "s")))
     spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, 64)),))
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
-    check_order((size, spec, launch))
+    check_order((size, spec, launch, sharing))
+
+
+@pytest.mark.parametrize("sharing", [Sharing(1, 2), Sharing(2, 3)])
+@pytest.mark.parametrize("block", [(16, 32), (32, 64)])
+def test_blocks_that_programs_share(block, sharing, monkeypatch):
+    """Some of each batch entry, not the same ones, nor as many."""
+    monkeypatch.setattr(visits, "MANY_VISITS", 1)
+    size = {"t": 72, "s": 170, "n": 2, "k": 1}
+    mask = dense(np.random.default_rng(0), size, ("b0", "t", "s"))
+    mask &= np.random.default_rng(1).random((mask.shape[0], 1, 170)) < 0.3
+    mask[0, :, 40:60] = mask[1, :, 100:130] = True
+    spec = AttentionSpec(
+        Score(1.0), (listed(DenseMask(Named(mask, ("b0", "t", "s"))), size, block),)
+    )
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
+    check_order((size, spec, launch, sharing))
+
+
+def test_programs_that_are_not_shared():
+    """Where lists would be too large, masks have ranges in their place."""
+    ids = (np.arange(57) // 8).astype(np.int32)
+    masks = (SegmentIds(Named(ids[:40], ("t",)), Named(ids, ("s",))),)
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
+    size = {"t": 40, "s": 57, "n": 2, "k": 1}
+    check_order((size, AttentionSpec(Score(1.0), masks), launch, Sharing(2, 2)))

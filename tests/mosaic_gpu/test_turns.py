@@ -15,7 +15,7 @@ from pallas_kernels.core.masks import Lengths, Window
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
-from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.tiles import KeyGrid
 from tests.mosaic_gpu.test_visits import operands, programs
 from tests.tiers import deeply
 
@@ -64,10 +64,16 @@ def test_programs_do_not_wait_for_the_end_of_others(
     assert taken < 1.3 * least
 
 
-def times(size, spec: AttentionSpec, multiprocessors: int) -> tuple[float, float]:
-    """`_time` of the programs of a call with blocks of 16 queries and 32 keys."""
+def times(
+    size, spec: AttentionSpec, multiprocessors: int, sharing=None
+) -> tuple[float, float]:
+    """`_time` of the programs of a call with blocks of 16 queries and 32 keys.
+
+    Args:
+      sharing: of blocks of keys (`core.visits.Sharing`).
+    """
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
-    layout = memory.TileGrid.of("dkv", operands(size, spec), launch, by_block=True)
+    layout = KeyGrid.of("dkv", operands(size, spec), launch, sharing=sharing)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         tiles_of = programs(spec, layout, jnp.asarray)
         group = size["n"] // size["k"]

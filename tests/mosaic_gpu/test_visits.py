@@ -28,7 +28,7 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Visits, blocks_of_keys_met, size_of_counts
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.tiles import Tiles, visits_of
+from pallas_kernels.mosaic_gpu.tiles import KeyGrid, Tiles, visits_of
 from tests.cases import by_name
 from tests.core.test_lists import listed
 from tests.lowering import lower_for_gpu
@@ -171,8 +171,8 @@ def check_order(call):
         _check_order_here(*call)
 
 
-def _check_order_here(size, spec, launch):
-    layout = memory.TileGrid.of("dkv", operands(size, spec), launch, by_block=True)
+def _check_order_here(size, spec, launch, sharing=None):
+    layout = KeyGrid.of("dkv", operands(size, spec), launch, sharing=sharing)
     kept = kept_pairs(size, spec)
     rows, keys = launch.blocks.block_q, launch.blocks.block_kv
     missed = kept.copy()

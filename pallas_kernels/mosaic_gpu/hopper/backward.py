@@ -98,6 +98,7 @@ def backward(
     results = [
         division.partial(dq_struct, accumulators),
         *(division.partial(x, layout.parts) for x in dkv_structs),
+        *plan.partial_sums,
     ]
     inputs = inputs.with_visits(layout)
     dq, *dkv = plan.call(
@@ -110,7 +111,7 @@ def backward(
     if spec.is_part or count > 1:
         met = blocks_of_keys_met(spec, layout.size, layout.rows, inputs.visits)
         dq = _of_written(dq, met).summed([_ACCUMULATOR])
-    return dq.to(dq_struct.axes), *division.summed(dkv, dkv_structs)
+    return dq.to(dq_struct.axes), *division.summed(dkv[:2], dkv_structs)
 
 
 def _of_written(dq: Named, met: Named) -> Named:

@@ -18,10 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
+from pallas_kernels.core.visits import Share
 from pallas_kernels.layout import Rows, load_tree
-from pallas_kernels.mosaic_gpu import clear_keys, prefetch, support
+from pallas_kernels.mosaic_gpu import clear_keys, pairwise, prefetch, support
 from pallas_kernels.mosaic_gpu.hopper import gradients
-from pallas_kernels.mosaic_gpu.hopper.backward_plan import Program
+from pallas_kernels.mosaic_gpu.hopper.backward_plan import PART, Program
 from pallas_kernels.mosaic_gpu.hopper.gradients import F32
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import wait_until_stored
@@ -160,7 +161,18 @@ def compute(program: Program) -> None:
     accumulators = (plgpu.WGMMAAccumulatorRef((ROWS, plan.width[x]), F32) for x in "hd")
     dk, dv = pl.run_scoped(functools.partial(_walk, consumer), *accumulators)
     plan.sync_consumers()  # all have read the keys
-    _store(consumer, dk, dv)
+    share = program.tiles.share
+    if share is None:
+        _store(consumer, dk, dv)
+        return
+    is_last = share.part + 1 == share.parts
+    pl.when(share.is_used & ~is_last)(lambda: _store_part(consumer, share, dk, dv))
+
+    @pl.when(is_last)
+    def _():
+        together = functools.partial(_with_parts, consumer, share)
+        sums = lax.cond(share.part > 0, together, lambda *x: x, dk, dv)
+        _store(consumer, *sums)
 
 
 def _walk(consumer: Consumer, dk_acc, dv_acc) -> tuple[jax.Array, jax.Array]:
@@ -306,6 +318,40 @@ def _make_dq(consumer: Consumer, tile: WorkTile, dq_acc, *qk_acc):
     return loaded[0] if loaded else tile.number
 
 
+def _store_part(consumer: Consumer, share: Share, dk: jax.Array, dv: jax.Array) -> None:
+    """Sums of a part of a shared block go to global memory, for the last part."""
+    for sums, view in zip((dk, dv), consumer.program.outputs[3:], strict=True):
+        pairwise.store(view.at(_of_part(consumer, share, share.part)), sums)
+    plgpu.commit_smem()  # all threads have stored
+    semaphore = consumer.program.shared.at[consumer.program.tiles.shared_number]
+    plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+
+
+def _with_parts(consumer: Consumer, share: Share, dk: jax.Array, dv: jax.Array):
+    """The sums of the last part of a shared block and of all before it, in order."""
+    program, (_, parts) = consumer.program, consumer.plan.sharing
+    semaphore = program.shared.at[program.tiles.shared_number]
+    count = jnp.int32((parts - 1) * consumer.plan.consumers)
+    plgpu.semaphore_wait(semaphore, count, decrement=False, memory_scope="gpu")
+
+    def add(part, sums):
+        where = _of_part(consumer, share, part)
+        views = zip(sums, program.outputs[3:], strict=True)
+        return tuple(
+            x + pairwise.load(view.at(where), x.shape, transposed=False)
+            for x, view in views
+        )
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(parts - 1), add, (dk, dv))
+
+
+def _of_part(consumer: Consumer, share: Share, part) -> Where:
+    """Where the sums of the consumer's keys are, of a part of a shared block."""
+    sharing, me = consumer.plan.sharing, consumer.program.warpgroup
+    number = share.block * (sharing.parts - 1) + part
+    return {**consumer.where, PART: number, "s": Rows(me * ROWS, ROWS)}
+
+
 def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
     """dk and dv of this consumer's keys go to global memory.
 
@@ -315,7 +361,7 @@ def _store(consumer: Consumer, dk: jax.Array, dv: jax.Array) -> None:
       dk, dv: what `_walk` gave.
     """
     program, refs, me = consumer.program, consumer.refs, consumer.program.warpgroup
-    dk_out, dv_out = program.outputs[1:]
+    dk_out, dv_out = program.outputs[1:3]
     in_float32 = consumer.plan.in_float32
     # Its own part of the first stage of dq, or a stage of its own.
     stage, row = (0, me * ROWS) if consumer.plan.dq_parts > 1 else (me, 0)

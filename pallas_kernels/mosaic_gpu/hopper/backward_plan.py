@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.visits import Sharing
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support
 from pallas_kernels.mosaic_gpu.hopper import gradients, tuning
@@ -26,6 +27,9 @@ from pallas_kernels.mosaic_gpu.hopper.gradients import (
 )
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
+from pallas_kernels.mosaic_gpu.tiles import KeyGrid
+
+PART = "u"  # the axis of parts of shared blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Plan(gradients.Plan):
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
         spec, operands = inputs.spec, inputs.with_outputs(outputs)
-        alike = tuning.blocks_alike(spec)
-        layout = memory.TileGrid.of(
-            "dkv", operands, launch, by_block=True, blocks_alike=alike
+        alike, sharing = tuning.blocks_alike(spec), tuning.sharing(spec)
+        layout = KeyGrid.of(
+            "dkv", operands, launch, blocks_alike=alike, sharing=sharing
         )
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
         return cls(
@@ -98,6 +102,22 @@ class Plan(gradients.Plan):
     @property
     def pair_block(self) -> dict[str, int]:
         return {"s": ROWS, "t": self.block_q}
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How thread blocks share blocks of keys that have many visits, or None."""
+        return self.layout.sharing if isinstance(self.layout, KeyGrid) else None
+
+    @property
+    def partial_sums(self) -> list[Named]:
+        """Shape structs of dk and dv of the parts of shared blocks but the last one."""
+        if self.sharing is None:
+            return []
+        names = [x for x in self.layout.names if x != "s"]
+        shape = *(self.layout.size[x] for x in names), self.sharing.more, self.block_kv
+        axes = *names, PART, "s"
+        structs = (jax.ShapeDtypeStruct((*shape, self.width[x]), F32) for x in "hd")
+        return [Named(x, (*axes, h)) for x, h in zip(structs, "hd", strict=True)]
 
     @functools.cached_property
     def dq_part(self) -> RowsOfDq | ColumnsOfDq:
@@ -225,18 +245,24 @@ class Program(KeyProgram):
     Attributes:
       semaphores: of all parts of blocks of dq in global memory, each of which counts
         additions.
+      shared: of the blocks of keys that may be shared, each of which counts parts.
     """
 
     plan: Plan
     refs: Refs
     semaphores: Any = None
+    shared: Any = None
 
     @classmethod
     def of(cls, plan: Plan, inputs: Inputs, outputs, refs: Refs) -> Program:
         program = cls.start(plan, inputs, outputs, refs)
         count = program.tiles.all_sums * plan.dq_accumulators * plan.dq_parts
         semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
-        return dataclasses.replace(program, semaphores=semaphores)
+        shared = None
+        if plan.sharing is not None:
+            count = program.tiles.shared
+            shared = pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+        return dataclasses.replace(program, semaphores=semaphores, shared=shared)
 
     def dz(self, tile):
         """Where dz of a work tile is put, of all keys of the thread block."""

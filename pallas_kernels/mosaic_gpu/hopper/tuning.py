@@ -13,7 +13,7 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import size_of_counts
+from pallas_kernels.core.visits import Sharing, size_of_counts
 from pallas_kernels.mosaic_gpu import measured, memory
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
@@ -217,6 +217,14 @@ def blocks_alike(spec: AttentionSpec) -> int | None:
     traits = spec.traits
     is_short = spec.has_all_rows if traits.is_windowed else traits.is_sparse
     return measured.here().numbers.blocks_of_a_document if is_short else None
+
+
+def sharing(spec: AttentionSpec) -> Sharing | None:
+    """How several programs of the backward share a block of keys with many visits."""
+    if not spec.lists_blocks or spec.is_part:
+        return None
+    numbers = measured.here().numbers
+    return Sharing(numbers.shared_blocks, numbers.parts_of_a_shared_block)
 
 
 def dq_accumulators(spec: AttentionSpec, layout: memory.TileGrid) -> int:
