@@ -58,6 +58,21 @@ class Place(NamedTuple):
     masked: Any
 
 
+class Turn(NamedTuple):
+    """When a tile's part of dq is added.
+
+    Attributes:
+      head, block: as of `Place`.
+      accumulator: to which sum.
+      before: after how many others to that.
+    """
+
+    head: Any
+    block: Any
+    accumulator: Any
+    before: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """The blocks of queries that a program visits, of each query head of its group.
@@ -144,7 +159,12 @@ class Tiles:
         masked, block = self.needed.in_order(self.blocks - 1 - number)
         return Place(head, block, masked)
 
-    def at(self, place: Place) -> program.Where:
+    @property
+    def reads_places(self) -> bool:
+        """Whether `place` reads global memory."""
+        return not isinstance(self.needed, Range)
+
+    def at(self, place: Place | Turn) -> program.Where:
         """Where a tile's queries lie."""
         rows = self.layout.rows["t"]
         here = Rows(place.block * rows, rows)
@@ -165,10 +185,11 @@ class Tiles:
         met = self.spec.key_blocks_met(start, end, size["s"], keys)
         return lax.div(self.where["s"].start, jnp.int32(keys)) - met[0]
 
-    def turn(self, place: Place, sums: int) -> tuple[Any, Any]:
-        """To which of so many sums a tile is added, and how many others before it."""
+    def turn(self, place: Place, sums: int) -> Turn:
+        """When a tile is added to one of so many sums."""
         before, every = self.before(place), jnp.int32(sums)
-        return lax.rem(before, every), lax.div(before, every)
+        which, before = lax.rem(before, every), lax.div(before, every)
+        return Turn(place.head, place.block, which, before)
 
     @property
     def _axes(self) -> list[tuple[str, int]]:
@@ -203,7 +224,7 @@ class Tiles:
         """How many blocks dq has."""
         return self._blocks_of_rows * math.prod(size for _, size in self._axes)
 
-    def number(self, place: Place):
+    def number(self, place: Place | Turn):
         """Of the block of dq of a tile."""
         here, number = self.at(place), jnp.int32(0)
         for name, size in self._axes:

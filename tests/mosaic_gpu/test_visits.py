@@ -197,7 +197,7 @@ def _check_order_here(size, spec, launch, sharing=None):
             assert 0 <= block < all_sums
             assert before == added[block]
             added[block] += 1
-            own, before = turn
+            _, _, own, before = turn
             assert 0 <= own < 3 and before == added[block, own]
             added[block, own] += 1
             *element, head, first, start = where

@@ -56,6 +56,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import division
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.ranges import minimum
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import blocks_of_keys_met
 from pallas_kernels.layout import Launch, Rows
@@ -65,6 +66,7 @@ from pallas_kernels.mosaic_gpu.hopper.backward_plan import Plan, Program, Refs
 from pallas_kernels.mosaic_gpu.hopper.gradients import Inputs, Saved
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
+from pallas_kernels.mosaic_gpu.tiles import Turn
 
 _ACCUMULATOR = "w"  # the axis of the arrays that dq is the sum of
 
@@ -141,42 +143,54 @@ def _produce(program: Program) -> None:
 def _add(program: Program, first) -> None:
     """Adds dq of all work tiles or of every other, or a part of it, of all.
 
+    When its turn comes is read a work tile ahead, while the last one is on its way.
+
     Args:
       first: the number of this warp among those that add.
     """
-    plan = program.plan
+    plan, tiles = program.plan, program.tiles
     part, first = (first, 0) if plan.dq_parts > 1 else (0, first)
+    step = plan.adder_warps // plan.dq_parts
 
-    @pl.loop(first, program.tiles.count, step=plan.adder_warps // plan.dq_parts)
-    def _(tile):
-        _add_tile(program, tile, part)
+    def turn_of(tile) -> Turn:
+        return tiles.turn(tiles.place(tile), plan.dq_accumulators)
+
+    def visit(i, turn: Turn) -> Turn:
+        tile = first + i * step
+        following = turn_of(minimum(tile + step, tiles.count - 1))
+        _add_tile(program, tile, part, turn)
+        return following
+
+    @pl.when(tiles.count > first)
+    def _():
+        count = lax.div(tiles.count - first + step - 1, jnp.int32(step))
+        lax.fori_loop(jnp.int32(0), count, visit, turn_of(first))
 
 
-def _add_tile(program: Program, tile, part) -> None:
+def _add_tile(program: Program, tile, part, turn: Turn) -> None:
     """Adds dq of a work tile to global memory, after the additions that come first.
 
     Args:
       part: which one of it (`Plan.dq_parts`).
+      turn: when.
     """
     plan, refs, tiles = program.plan, program.refs, program.tiles
     count, parts = plan.dq_accumulators, plan.dq_parts
-    place = tiles.place(tile)
-    accumulator, before = tiles.turn(place, count)
-    number = (tiles.number(place) * count + accumulator) * parts + part
-    here = {**tiles.at(place), _ACCUMULATOR: accumulator}
+    number = (tiles.number(turn) * count + turn.accumulator) * parts + part
+    here = {**tiles.at(turn), _ACCUMULATOR: turn.accumulator}
     dq, source = program.outputs[0], refs.dq.copied.at[program.dq_stage(tile)]
     if parts > 1:
         here["t"] = Rows(here["t"].start + part * ROWS, ROWS)
         source = plan.dq_part.of(part, source)
     semaphore, barrier = program.semaphores.at[number], program.dq_barrier(tile, part)
-    plgpu.semaphore_wait(semaphore, before, decrement=False, memory_scope="gpu")
+    plgpu.semaphore_wait(semaphore, turn.before, decrement=False, memory_scope="gpu")
     plgpu.barrier_wait(refs.dq_full.at[barrier])
 
-    @pl.when(before == 0)
+    @pl.when(turn.before == 0)
     def _():
         plgpu.copy_smem_to_gmem(source, dq.at(here))
 
-    @pl.when(before > 0)
+    @pl.when(turn.before > 0)
     def _():
         plgpu.copy_smem_to_gmem(source, dq.at(here), reduction_op="add")
 

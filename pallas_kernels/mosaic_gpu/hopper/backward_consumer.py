@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +71,13 @@ class Consumer(gradients.Consumer):
         """Where the pairs of a work tile and of its keys lie."""
         return {**self.program.tiles.at(place), "s": self.where["s"]}
 
-    def prefetch(self, number) -> list[jax.Array]:
-        """What each pair of a work tile has in global memory, where registers do."""
-        if not (self.plan.pipelines_scores and prefetch.is_fetched(self.spec)):
-            return []
-        where = self.pairs_at(self.program.tiles.place(number))
-        return prefetch.fetch(self.spec, ("s", "t"), where)
+    def prefetch(self, number) -> Ahead:
+        """What is read of a work tile in global memory, where registers do."""
+        tiles = self.program.tiles
+        place, words = tiles.place(number), []
+        if self.plan.pipelines_scores and prefetch.is_fetched(self.spec):
+            words = prefetch.fetch(self.spec, ("s", "t"), self.pairs_at(place))
+        return Ahead(place if tiles.reads_places else None, words)
 
     def wait_for_room(self, number) -> None:
         """Until its part of dq of a work tile may be written."""
@@ -93,6 +94,18 @@ class Consumer(gradients.Consumer):
         self.plan.dq_part.of(me, block)[...] = dq
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.dq_full.at[program.dq_barrier(number, me)])
+
+
+class Ahead(NamedTuple):
+    """What a consumer reads of a work tile while it computes the one before.
+
+    Attributes:
+      place: of the tile, or None where that is only computed.
+      words: what each of its pairs has (`prefetch.fetch`).
+    """
+
+    place: Place | None
+    words: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +138,10 @@ class WorkTile:
     next: Any
 
     @classmethod
-    def of(cls, consumer: Consumer, number, prefetched: list[jax.Array]) -> WorkTile:
+    def of(cls, consumer: Consumer, number, ahead: Ahead) -> WorkTile:
         program, tiles = consumer.program, consumer.program.tiles
         k_block, k, v = consumer.keys_and_values(number)
-        place = tiles.place(number)
+        place = ahead.place or tiles.place(number)
         where, masked = consumer.pairs_at(place), tiles.masked(place)
         of_head = {**consumer.where, "n": where["n"]}
         spec = load_tree(consumer.spec, ("s", "t"), of_head)
@@ -140,7 +153,7 @@ class WorkTile:
             q=program.query_pipeline.at(number).q.ref,
             do=program.do_pipeline.at(number).do.ref,
             dz=program.dz(number),
-            spec=prefetch.with_fetched(spec, prefetched) if prefetched else spec,
+            spec=prefetch.with_fetched(spec, ahead.words) if ahead.words else spec,
             where=where,
             masked=masked,
             has_next=number + 1 < tiles.count,
@@ -211,16 +224,16 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
     Args:
       number: of the work tile.
       state: the product of its keys and queries, where scores are pipelined (else a
-        number in its place), and what was prefetched of its pairs.
+        number in its place), and what was read of it.
 
     Returns:
       The same of the next work tile.
     """
-    qk, prefetched = state
+    qk, ahead = state
     program, plan = consumer.program, consumer.plan
     pipelined = plan.pipelines_scores
     qk = qk if pipelined else _scores(consumer, number)
-    tile = WorkTile.of(consumer, number, prefetched)
+    tile = WorkTile.of(consumer, number, ahead)
     pairs = _pairs_overlapped if pipelined else _pairs_in_sequence
     pairs = functools.partial(pairs, consumer, tile, qk, dv_acc)
     p, dz = pl.run_scoped(pairs, plan.accumulator)
@@ -229,7 +242,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
     tile.dz[consumer.rows] = dz.astype(plan.dtype)
     if p is not None:
         _issue_dv(consumer, dv_acc, tile, p)
-    prefetched = consumer.prefetch(tile.next)
+    ahead = consumer.prefetch(tile.next)
     plgpu.commit_smem()
     plgpu.wgmma(dk_acc, tile.dz.at[consumer.rows], tile.q)
     plan.sync_consumers()  # dz of all keys is there
@@ -241,7 +254,7 @@ def _visit(consumer: Consumer, dk_acc, dv_acc, number, state):
     dq_acc = plgpu.WGMMAAccumulatorRef(plan.dq_part.shape, F32)
     qk_acc = [plan.accumulator] * pipelined
     qk = pl.run_scoped(functools.partial(_make_dq, consumer, tile), dq_acc, *qk_acc)
-    return qk, prefetched
+    return qk, ahead
 
 
 def _wait_for_next(consumer: Consumer, tile: WorkTile) -> None:
