@@ -135,7 +135,7 @@ class Mods:
             for i, step in zip(kept, program.reads, strict=True)
         )
         entry, head = self._asked(program)
-        return (*known, MaskMod(arrays, entry, head, program))
+        return (*known, MaskMod(arrays, entry, head, program, traced.keeps_own_key))
 
     def _asked(self, *programs: Program) -> list[Named | None]:
         """The numbers of entries and heads that programs ask for."""

@@ -60,10 +60,10 @@ class Share(NamedTuple):
     is_used: Any
 
 
-# In `Visits.shares`.
-_WHOLE, _UNUSED = -1, -2
 # Of so many parts the first one has no visit.
 _NO_VISITS = 2**20
+# Kinds of blocks of keys, in the order in which programs take them.
+_FEW, _MANY, _SHORT = range(3)
 
 
 @jax.tree_util.register_dataclass
@@ -78,19 +78,19 @@ class Visits:
         of queries; meant for those that j visits. Beside a `BlockList` it counts the
         blocks of that, flat along one whole axis.
       order: int32 [.., own blocks] of a `BlockList`, along one whole axis: the numbers
-        of its blocks of keys in the order in which programs take them; else None. Where
-        blocks are shared, a number for each program.
-      shares: int32 like `order`, what a program has of its block: the number of the
-        block among those that are shared, times `sharing.parts`, and the part; or
-        `_WHOLE` or `_UNUSED`. None where no block is shared.
-      sharing: how blocks may be shared, or None (static). Without a `BlockList` none
-        is, and the programs that there are more are not used.
+        of its blocks of keys in the order in which programs take them; else None.
+      few: int32 [..], how many blocks come before those that are shared; None where
+        none is.
+      shared: int32 [..], how many blocks are shared; None likewise.
+      sharing: how blocks may be shared, or None (static). The programs that there are
+        more, and that no block needs, come last and are not used.
     """
 
     blocks: Range | BlockList
     before: Any
     order: Any = None
-    shares: Any = None
+    few: Any = None
+    shared: Any = None
     sharing: Sharing | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -111,8 +111,7 @@ class Visits:
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",))
         if isinstance(tabled.table, BlockList):
-            of_list = cls._of_list(tabled.table, size["s"])
-            return of_list if sharing is None else of_list._shared(sharing, rows["s"])
+            return cls._of_list(tabled.table, size["s"], rows["s"], sharing)
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
         queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
@@ -129,52 +128,40 @@ class Visits:
         return cls(blocks, before, sharing=sharing)
 
     @classmethod
-    def _of_list(cls, listed: BlockList, keys: int) -> Visits:
-        codes = listed.codes()
-        met = (codes.value > 0).astype(jnp.int32)
-        order = _many_last(jnp.sum(met, axis=-1), last_is_short=keys % listed.own != 0)
-        met = jnp.take_along_axis(met, order[..., None], axis=-2)
-        before = lax.cumsum(met, axis=met.ndim - 2) - met
-        place = jnp.argsort(order, axis=-1)
-        before = jnp.take_along_axis(before, place[..., None], axis=-2)
-        before = Named(before.reshape(listed.code.shape), listed.code.axes)
-        axes = (*codes.axes[:-2], whole_axis(order.shape[-1]))
-        return cls(listed, before, Named(order, axes))
-
-    def _shared(self, sharing: Sharing, rows: int) -> Visits:
-        """With several programs for the first blocks that have many visits.
+    def _of_list(
+        cls, listed: BlockList, keys: int, rows: int, sharing: Sharing | None
+    ) -> Visits:
+        """Of a list.
 
         Args:
-          rows: of a kernel's block of keys. Blocks of a list that are larger have one
-            program for each of theirs; those that come after are not used.
+          keys: how many there are.
+          rows: of a kernel's block of keys. Of a list with larger blocks none is
+            shared.
+          sharing: as of `of`.
         """
-        listed = self.blocks
-        assert isinstance(listed, BlockList) and self.order is not None
-        order, lead = self.order.value, self.order.axes[:-1]
-        blocks, parts = sharing
-        met = jnp.sum(listed.codes().value > 0, axis=-1, dtype=jnp.int32)
-        is_shared = jnp.take_along_axis(_has_many(met), order, axis=-1)
-        is_shared &= listed.own == rows
-        index = lax.cumsum(is_shared.astype(jnp.int32), axis=is_shared.ndim - 1) - 1
-        is_shared &= index < blocks
-        programs = jnp.where(is_shared, parts, 1)
-        end = lax.cumsum(programs, axis=programs.ndim - 1)
-        count = order.shape[-1]
-        number = jnp.arange(count + sharing.more, dtype=jnp.int32)
-        # The place in the order of each program: how many blocks end before it.
-        place = jnp.sum(end[..., None, :] <= number[:, None], axis=-1, dtype=jnp.int32)
-        is_used, place = place < count, jnp.minimum(place, count - 1)
-
-        def of(x: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(x, place, axis=-1)
-
-        part = number - of(end - programs)
-        share = jnp.where(of(is_shared), of(index) * parts + part, _WHOLE)
-        share = jnp.where(is_used, share, _UNUSED)
-        axes = (*lead, whole_axis(place.shape[-1]))
-        order, shares = Named(of(order), axes), Named(share, axes)
-        more = {"order": order, "shares": shares, "sharing": sharing}
-        return dataclasses.replace(self, **more)
+        codes = listed.codes()
+        met, lead = (codes.value > 0).astype(jnp.int32), codes.axes[:-2]
+        kind = _kinds(listed.count.value, last_is_short=keys % listed.own != 0)
+        count = kind.shape[-1]
+        order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32))
+        order = Named(lax.rem(order, jnp.int32(count)), (*lead, whole_axis(count)))
+        # Beside a block count those of its kind before it, and all of kinds before.
+        kinds = jnp.arange(2, dtype=jnp.int32).reshape(2, *(1 for _ in kind.shape))
+        own = jnp.where((kind == kinds)[..., None], met, 0)
+        so_far = lax.cumsum(own, axis=own.ndim - 2)
+        few, many = so_far - own
+        is_few = (kind == _FEW)[..., None]
+        before = jnp.where(is_few, few, so_far[_FEW, ..., -1:, :] + many)
+        before = Named(before.reshape(listed.code.shape), listed.code.axes)
+        found = cls(listed, before, order, sharing=sharing)
+        if sharing is None or listed.own != rows:
+            return found
+        few, many = (
+            Named(jnp.sum(kind == x, axis=-1, dtype=jnp.int32), lead)
+            for x in (_FEW, _MANY)
+        )
+        shared = Named(jnp.minimum(many.value, sharing.blocks), lead)
+        return dataclasses.replace(found, few=few, shared=shared)
 
     def own_block(self, number, rows: int, keys: int):
         """The block of keys that a program owns.
@@ -184,12 +171,10 @@ class Visits:
           rows: of a block of keys.
           keys: how many there are.
         """
+        if self.sharing is not None:
+            number = minimum(self._place(number)[0], -(-keys // rows) - 1)
         if self.order is None:
-            return (
-                number
-                if self.sharing is None
-                else minimum(number, -(-keys // rows) - 1)
-            )
+            return number
         assert isinstance(self.blocks, BlockList)
         parts = self.blocks.own // rows
         entry = divide(number, parts)
@@ -202,16 +187,29 @@ class Visits:
           number, rows, keys: as for `own_block`.
         """
         assert self.sharing is not None
-        if isinstance(self.blocks, BlockList) and self.blocks.own == rows:
-            found = self.shares.number(number)
-        else:
-            found = _UNUSED + jnp.asarray(number < -(-keys // rows), jnp.int32)
+        place, block, part, is_shared = self._place(number)
         # Arithmetic, as scalar selects do not lower in every kernel.
-        is_used, is_shared = minimum(found + 2, 1), maximum(minimum(found + 1, 1), 0)
-        found, count = maximum(found, 0), self.sharing.parts
-        block = divide(found, count)
-        parts = _NO_VISITS + is_used * (1 - _NO_VISITS) + is_shared * (count - 1)
-        return Share(block, found - block * count, parts, is_used > 0)
+        is_used = maximum(minimum(-(-keys // rows) - place, 1), 0)
+        parts = _NO_VISITS + is_used * (1 - _NO_VISITS)
+        parts = parts + is_shared * (self.sharing.parts - 1)
+        return Share(block, part, parts, is_used > 0)
+
+    def _place(self, number) -> tuple[Any, Any, Any, Any]:
+        """Where a program's block of keys comes in their order, and its part of it.
+
+        Returns:
+          The place, the number among shared blocks, the part, and 1 if it is shared.
+        """
+        if self.few is None or self.sharing is None:
+            return number, 0, 0, 0
+        parts, after = self.sharing.parts, number - self.few
+        end = self.shared * parts
+        within = maximum(minimum(after, end), 0)
+        block = divide(within, parts)
+        is_shared = maximum(minimum(after + 1, 1), 0)
+        is_shared = is_shared * maximum(minimum(end - after, 1), 0)
+        place = minimum(number, self.few) + block + maximum(after - end, 0)
+        return place, block, within - block * parts, is_shared
 
     def before_at(self, where: Mapping[str, Any], block, rows: Mapping[str, int]):
         """How many programs come before the one at `where` at a block of queries.
@@ -268,8 +266,8 @@ class Visits:
         return Named(jnp.sum(met, axis=-2, dtype=jnp.int32), (*batch, "i"))
 
 
-def _many_last(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
-    """The order of blocks of keys: their own, but those with many visits come last.
+def _kinds(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
+    """Which of three kinds each block of keys is: programs take them in this order.
 
     Keys that nearly all queries attend to (global tokens among windows) take a program
     far longer than others take, which must not wait for it in turn.
@@ -279,21 +277,11 @@ def _many_last(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
       last_is_short: whether the last block has fewer rows, and stays where it is.
     """
     count = visits.shape[-1]
-    numbers = jnp.arange(count, dtype=jnp.int32)
-    kind = _has_many(visits).astype(jnp.int32)
+    has_many = count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
+    kind = jnp.where(has_many, _MANY, _FEW)
     if last_is_short:
-        kind = jnp.where(numbers == count - 1, 2, kind)
-    return lax.rem(lax.sort(kind * count + numbers), jnp.int32(count))
-
-
-def _has_many(visits: jax.Array) -> jax.Array:
-    """Which blocks have so many visits that the others must not wait for them.
-
-    Args:
-      visits: as of `_many_last`.
-    """
-    count = visits.shape[-1]
-    return count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
+        kind = jnp.where(jnp.arange(count) == count - 1, _SHORT, kind)
+    return kind.astype(jnp.int32)
 
 
 def _in(blocks: Range, count: int) -> jax.Array:

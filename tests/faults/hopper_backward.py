@@ -25,15 +25,36 @@ MUTANTS = [
         ),
         (
             "more programs than blocks where none is shared",
-            "jnp.asarray(number < -(-keys // rows), jnp.int32)",
-            "jnp.asarray(number < -(-keys // rows) + 1, jnp.int32)",
+            "is_used = maximum(minimum(-(-keys // rows) - place, 1), 0)",
+            "is_used = maximum(minimum(-(-keys // rows) - place + 1, 1), 0)",
             "tests/mosaic_gpu/test_listed_visits.py -k not_shared",
         ),
         (
             "a third block is shared",
-            "is_shared &= index < blocks",
-            "is_shared &= index <= blocks",
+            "jnp.minimum(many.value, sharing.blocks)",
+            "many.value",
             SHARES,
+        ),
+        (
+            "blocks after those that are shared come too early",
+            "block + maximum(after - end, 0)",
+            "block + 0 * maximum(after - end, 0)",
+            SHARES,
+        ),
+        (
+            "larger blocks of a list are shared",
+            "sharing is None or listed.own != rows",
+            "sharing is None",
+            SHARES,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/backward.py",
+        (
+            "turns of the last tile once more",
+            "following = turn_of(minimum(tile + step, tiles.count - 1))",
+            "following = turn",
+            SHARED,
         ),
     ),
     *of(
@@ -143,8 +164,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/backward_consumer.py",
         (
             "pairs of the last tile once more",
-            "prefetched = consumer.prefetch(tile.next)",
-            "prefetched = consumer.prefetch(tile.number)",
+            "ahead = consumer.prefetch(tile.next)",
+            "ahead = consumer.prefetch(tile.number)",
             rule("bias_half", "bias_half_heads", backend="mosaic_gpu"),
         ),
         (

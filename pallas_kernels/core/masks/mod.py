@@ -22,7 +22,7 @@ from pallas_kernels.core.positions import AT_THEIR_NUMBERS, Positions
 from pallas_kernels.core.ranges import divide
 
 
-@mask_dataclass(data=("arrays", "entry", "head"), meta=("program",))
+@mask_dataclass(data=("arrays", "entry", "head"), meta=("program", "keeps_own_key"))
 class MaskMod(ArrayMask):
     """Keeps the pairs for which f(b, h, q, kv) is True.
 
@@ -34,13 +34,14 @@ class MaskMod(ArrayMask):
         have no gradients.
       entry, head: the numbers of the batch entry and of the query head; None where they
         are not asked for.
-      program: static.
+      program, keeps_own_key: static; as of `Traits`.
     """
 
     arrays: tuple[Any, ...]
     entry: Any
     head: Any
     program: Program
+    keeps_own_key: bool
 
     @property
     def traits(self) -> Traits:
@@ -50,7 +51,7 @@ class MaskMod(ArrayMask):
             is_positional=is_positional,
             is_absolute=is_positional,
             cost_is_monotone=False,
-            keeps_own_key=False,
+            keeps_own_key=self.keeps_own_key,
             keeps_first_key=False,
         )
 

@@ -35,11 +35,22 @@ _FOLDED = {
     "neg": np.negative,
     "not": np.bitwise_not,
     "or": np.bitwise_or,
+    "rem": np.fmod,
     "sign": np.sign,
     "sin": np.sin,
     "sqrt": np.sqrt,
     "sub": np.subtract,
     "tanh": np.tanh,
+}
+# Of a number and itself, where it is no float, which may be NaN.
+_REFLEXIVE = {
+    "eq": True,
+    "ge": True,
+    "gt": False,
+    "le": True,
+    "lt": False,
+    "ne": False,
+    "sub": 0,
 }
 
 
@@ -239,7 +250,7 @@ class Build(Walk):
         """What is known without data."""
         if all(isinstance(x, Constant) for x in args):
             values = [x.value for x in args]
-            if name in _FOLDED:
+            if name in _FOLDED and not (name == "rem" and values[1] == 0):
                 with np.errstate(all="ignore"):
                     return Constant.of(np.asarray(_FOLDED[name](*values), dtype))
             if name == "convert_element_type":
@@ -252,7 +263,17 @@ class Build(Walk):
             return args[1 + int(args[0].value)]
         if name == "mul" and any(one):
             return args[1 - one.index(True)]
+        if name in ("and", "or") and dtype == np.bool_ and any(zero + one):
+            same, decides = (one, zero) if name == "and" else (zero, one)
+            first = (decides if any(decides) else same).index(True)
+            return args[first if any(decides) else 1 - first]
+        if name in _REFLEXIVE and args[0] == args[1] and self._is_exact(args[0]):
+            return Constant.of(np.asarray(_REFLEXIVE[name], dtype))
         return None
+
+    def _is_exact(self, x: Argument) -> bool:
+        """Whether a value, which is no constant, is no float."""
+        return not jnp.issubdtype(self._dtypes[x], jnp.floating)
 
     def special(self, equation, args: Sequence):
         """Quotients of what is not negative are one step."""

@@ -19,6 +19,7 @@ from pallas_kernels.core.pointwise.build import Build
 from pallas_kernels.core.pointwise.program import (
     INDICES,
     SCORE,
+    Constant,
     Program,
     live,
     only_live,
@@ -73,6 +74,19 @@ class Traced:
     closed: Any
     natural: frozenset[str]
     read_order: tuple[tuple[int | None, Any], ...]
+
+    @property
+    def keeps_own_key(self) -> bool:
+        """Whether a mask is True of q = kv, whatever the rest, as far as its text says.
+
+        The steps are made once more, of one number in place of both.
+        """
+        counted = [i for i, x in enumerate(INDICES) if x in self.natural]
+        dtypes = [x.aval.dtype for x in self.closed.jaxpr.invars]
+        build = Build(dtypes, counted, self.closed.consts, widens=True)
+        query = INDICES.index("q")
+        of_one = [query if x == "kv" else i for i, x in enumerate(INDICES)]
+        return build.run(self.closed, of_one) == [Constant.of(np.True_)]
 
     def derivative(self, score_dtype) -> Program:
         """The derivatives by the score and by each read of a float.
