@@ -79,8 +79,8 @@ class Visits:
         blocks of that, flat along one whole axis.
       order: int32 [.., own blocks] of a `BlockList`, along one whole axis: the numbers
         of its blocks of keys in the order in which programs take them; else None.
-      few: int32 [..], how many blocks come before those that are shared; None where
-        none is.
+      few: int32 [..], how many of a kernel's blocks come before those that are shared;
+        None where none is.
       shared: int32 [..], how many blocks are shared; None likewise.
       sharing: how blocks may be shared, or None (static). The programs that there are
         more, and that no block needs, come last and are not used.
@@ -135,8 +135,7 @@ class Visits:
 
         Args:
           keys: how many there are.
-          rows: of a kernel's block of keys. Of a list with larger blocks none is
-            shared.
+          rows: of a kernel's block of keys.
           sharing: as of `of`.
         """
         codes = listed.codes()
@@ -153,15 +152,14 @@ class Visits:
         is_few = (kind == _FEW)[..., None]
         before = jnp.where(is_few, few, so_far[_FEW, ..., -1:, :] + many)
         before = Named(before.reshape(listed.code.shape), listed.code.axes)
-        found = cls(listed, before, order, sharing=sharing)
-        if sharing is None or listed.own != rows:
-            return found
+        if sharing is None:
+            return cls(listed, before, order)
         few, many = (
-            Named(jnp.sum(kind == x, axis=-1, dtype=jnp.int32), lead)
+            jnp.sum(kind == x, axis=-1, dtype=jnp.int32) * (listed.own // rows)
             for x in (_FEW, _MANY)
         )
-        shared = Named(jnp.minimum(many.value, sharing.blocks), lead)
-        return dataclasses.replace(found, few=few, shared=shared)
+        few, many = Named(few, lead), Named(jnp.minimum(many, sharing.blocks), lead)
+        return cls(listed, before, order, few, many, sharing)
 
     def own_block(self, number, rows: int, keys: int):
         """The block of keys that a program owns.

@@ -31,8 +31,8 @@ MUTANTS = [
         ),
         (
             "a third block is shared",
-            "jnp.minimum(many.value, sharing.blocks)",
-            "many.value",
+            "jnp.minimum(many, sharing.blocks)",
+            "many",
             SHARES,
         ),
         (
@@ -42,10 +42,10 @@ MUTANTS = [
             SHARES,
         ),
         (
-            "larger blocks of a list are shared",
-            "sharing is None or listed.own != rows",
-            "sharing is None",
-            SHARES,
+            "blocks of a larger list are counted, not the kernel's",
+            "dtype=jnp.int32) * (listed.own // rows)",
+            "dtype=jnp.int32)",
+            "tests/mosaic_gpu/test_listed_visits.py -m '' -k all_attend",
         ),
     ),
     *of(

@@ -37,7 +37,8 @@ def test_blocks_of_lists(block):
     check_order((size, spec, launch))
 
 
-def test_keys_that_all_attend_to(monkeypatch, multiprocessors):
+@pytest.mark.parametrize("block", [32, pytest.param(64, marks=deep)])
+def test_keys_that_all_attend_to(block, monkeypatch, multiprocessors):
     """A window with global keys: programs do not wait for the one with most visits.
 
     Rows are so long that heads come one after the other.
@@ -49,7 +50,7 @@ def test_keys_that_all_attend_to(monkeypatch, multiprocessors):
     mask = (apart >= 0) & ((apart < 64) | (rows < 20))
     mask = DenseMask(Named(mask, ("t", "s")))
     size = {"t": 1024, "s": 1024, "n": 4, "k": 4}
-    spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, 32)),))
+    spec = AttentionSpec(Score(1.0), (listed(mask, size, (16, block)),))
     taken, least = times(size, spec, 16)
     assert taken < 1.4 * least
     assert times(size, spec, 16, Sharing(2, 4))[0] < taken - 30
