@@ -272,8 +272,9 @@ class Build(Walk):
         return None
 
     def _is_exact(self, x: Argument) -> bool:
-        """Whether a value, which is no constant, is no float."""
-        return not jnp.issubdtype(self._dtypes[x], jnp.floating)
+        """Whether a value is no float."""
+        dtype = x.dtype if isinstance(x, Constant) else self._dtypes[x]
+        return not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
     def special(self, equation, args: Sequence):
         """Quotients of what is not negative are one step."""
