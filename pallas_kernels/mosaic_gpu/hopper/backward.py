@@ -40,6 +40,11 @@ thread block before it, and none waits for another's end (`tiles.Tiles`):
 Where much of the time would pass before all have had their first turn, dq is the sum of
 a few accumulators, and every other thread block, or every fourth, adds to the same one.
 
+Of a mask of lists some blocks of keys may have far more visits than others, as global
+keys among windows. Such a block comes last of its head, and several thread blocks share
+its visits (`core.visits.Sharing`). The last of them waits for dk and dv of the others,
+and stores the sums.
+
 Shared memory: k, v [block_kv, ...]; num_stages times q, do [block_q, ...], their
 log-sum-exps and delta, and dz [block_kv, block_q]; twice dq [block_q, H] in float32.
 For heads above 128 there is one tile of dz and one of dq. Heads are as wide as
