@@ -120,11 +120,12 @@ class Mods:
                 )
         bound = bind(traced, self._positions, fixed=True)
         captured = [traced.program.reads[i].params[0] for i in bound.reads]
-        shape = self._shape
-        is_square = shape.t == shape.s and "q" in self._natural
+        # Arrays are bound to an offset, after which a mask may not ask for positions.
+        keeps_own_key = traced.keeps_own_key and "q" in self._natural
+        may_share = keeps_own_key and self._shape.t == self._shape.s
 
         def are_shared(a: int, b: int) -> bool:
-            return is_square and captured[a] == captured[b]
+            return may_share and captured[a] == captured[b]
 
         known, rest = split(bound.program, bound.arrays, are_shared)
         if rest is None:
@@ -135,7 +136,7 @@ class Mods:
             for i, step in zip(kept, program.reads, strict=True)
         )
         entry, head = self._asked(program)
-        return (*known, MaskMod(arrays, entry, head, program, traced.keeps_own_key))
+        return (*known, MaskMod(arrays, entry, head, program, keeps_own_key))
 
     def _asked(self, *programs: Program) -> list[Named | None]:
         """The numbers of entries and heads that programs ask for."""

@@ -15,6 +15,9 @@ from tests.core.test_pointwise import IDS, NATURAL, B, N, S, boolean
 from tests.lowering import lower_for_gpu
 
 FIRST, X = IDS[0], jnp.linspace(-1.0, 1.0, S)
+Z = jnp.where(jnp.arange(S) == 3, jnp.nan, X).astype(jnp.complex64)
+FAR, ROWS = 2**31 - 1, jnp.arange(16)
+BYTES, TWO = ROWS.astype(jnp.uint8), jnp.stack([ROWS, ROWS + 1])
 MASKS = {
     "causal": (lambda b, h, q, kv: q >= kv, True),
     "not after": (lambda b, h, q, kv: ~(kv > q), True),
@@ -34,6 +37,8 @@ MASKS = {
     "an even query": (lambda b, h, q, kv: (q % 2 == 0) & (q >= kv), False),
     "by head": (lambda b, h, q, kv: (h == 0) | (q >= kv), True),
     "all": (lambda b, h, q, kv: q == q, True),
+    "equal complex numbers, or NaN": (lambda b, h, q, kv: Z[q] == Z[kv], False),
+    "a sum that overflows": (lambda b, h, q, kv: ~(q - kv + (q + FAR) < 0), False),
 }
 
 
@@ -53,6 +58,32 @@ def test_what_is_said_is_true(seed, depth):
             b, h, at = np.indices((B, N, S), dtype=np.int32)
             assert np.all(jax.jit(jnp.vectorize(kept))(b, h, at, at))
     assert trace(kept, None, NATURAL).keeps_own_key
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (lambda b, h, q, kv: BYTES[q] == BYTES[kv], {"query_offset": 4}),
+        (lambda b, h, q, kv: TWO[h, q] == TWO[h, kv], {"query_offset": 4}),
+        (lambda b, h, q, kv: ROWS[q] == ROWS[kv], {"query_offset": np.int32([4])}),
+        (lambda b, h, q, kv: abs(BYTES[q] - BYTES[kv]) < 1, {"query_offset": 4}),
+        (lambda b, h, q, kv: TWO[0, q] == TWO[1, kv], {}),
+        (lambda b, h, q, kv: ROWS[q] == ROWS[7 - kv] + 1, {}),
+        (lambda b, h, q, kv: Z[q] == Z[kv], {}),
+        (lambda b, h, q, kv: ~(q - kv + (q + FAR) < 0), {}),
+    ],
+)
+def test_nan_in_queries_without_keys(mask, options):
+    """Where positions have an offset, or where arrays are compared at other rows."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 16))
+    options = {**options, "mask_mod": mask, "implementation": "xla"}
+    call = functools.partial(attention, **options)
+    _, lse = call(q, k, v, return_residual=True)
+    is_empty = (lse == -jnp.inf)[..., None]
+    assert is_empty.any()
+    q, do = (jnp.where(is_empty, jnp.nan, x) for x in (q, jnp.ones_like(q)))
+    for x in jax.vjp(call, q, k, v)[1](do):
+        assert jnp.isfinite(x).all()
 
 
 @pytest.mark.parametrize(

@@ -155,15 +155,6 @@ MUTANTS = [
         ),
     ),
     *of(
-        "jax_flash2/_mods.py",
-        (
-            "ids are shared whatever the offset",
-            'is_square = shape.t == shape.s and "q" in self._natural',
-            "is_square = shape.t == shape.s",
-            KNOWN,
-        ),
-    ),
-    *of(
         "jax_flash2/_plot.py",
         (
             "a picture of the first head for all",
@@ -406,6 +397,18 @@ MUTANTS = [
             OWN_KEYS,
         ),
         (
+            "complex numbers are equal to themselves",
+            "jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)",
+            "jnp.issubdtype(jnp.dtype(dtype), jnp.floating)",
+            OWN_KEYS,
+        ),
+        (
+            "sums of what is not negative do not overflow",
+            "return found if found <= np.iinfo(dtype).max else None",
+            "return min(found, np.iinfo(dtype).max)",
+            OWN_KEYS,
+        ),
+        (
             "a condition that always holds decides",
             'same, decides = (one, zero) if name == "and" else (zero, one)',
             'same, decides = (one, zero) if name == "or" else (zero, one)',
@@ -418,6 +421,21 @@ MUTANTS = [
             "any other key for a query's own",
             'of_one = [query if x == "kv" else i',
             'of_one = [query - 1 if x == "kv" else i',
+            OWN_KEYS,
+        ),
+    ),
+    *of(
+        "jax_flash2/_mods.py",
+        (
+            "queries at an offset have their own keys",
+            'traced.keeps_own_key and "q" in self._natural',
+            "traced.keeps_own_key",
+            OWN_KEYS,
+        ),
+        (
+            "other rows of one array are shared",
+            "return may_share and captured[a] == captured[b]",
+            "return self._shape.t == self._shape.s and captured[a] == captured[b]",
             OWN_KEYS,
         ),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,17 @@ _FOLDED = {
     "sub": np.subtract,
     "tanh": np.tanh,
 }
+# Of rows, heads and batch entries there are fewer.
+_MOST = 2**28
+# The largest results, of the largest of integers that are not negative.
+_LARGEST = {
+    "add": operator.add,
+    "convert_element_type": lambda x: x,
+    "div": lambda x, y: x,
+    "max": max,
+    "min": min,
+    "rem": lambda x, y: x,
+}
 # Of a number and itself, where it is no float, which may be NaN.
 _REFLEXIVE = {
     "eq": True,
@@ -77,7 +89,8 @@ class Build(Walk):
         self._widens = widens
         self._dtypes = [np.dtype(x) for x in dtypes]  # of inputs, then of steps
         self._inputs = len(dtypes)
-        self._natural = set(natural)
+        # The largest value of each that is not negative.
+        self._most: dict[int, int] = dict.fromkeys(natural, _MOST)
         self._captured = captured
         self._split: dict[tuple, Argument] = {}  # comparisons, by primitive and args
 
@@ -85,7 +98,25 @@ class Build(Walk):
         return Constant.of(np.asarray(value, dtype))
 
     def _is_natural(self, x: Argument) -> bool:
-        return bool(x.value >= 0) if isinstance(x, Constant) else x in self._natural
+        return bool(x.value >= 0) if isinstance(x, Constant) else x in self._most
+
+    def _largest(self, name: str, args: Sequence, dtype) -> int | None:
+        """The largest integer that a step gives, if it is known to give none below 0.
+
+        Args:
+          name, args, dtype: of the step.
+        """
+        if not np.issubdtype(dtype, np.signedinteger):
+            return None
+        if name == "abs":
+            return np.iinfo(dtype).max
+        if name not in _LARGEST or not all(map(self._is_natural, args)):
+            return None
+        if name == "div" and not isinstance(args[1], Constant):
+            return None  # a quotient by 0 is -1
+        own = (x.value if isinstance(x, Constant) else self._most[x] for x in args)
+        found = _LARGEST[name](*map(int, own))
+        return found if found <= np.iinfo(dtype).max else None
 
     def _add(self, step: Step) -> int:
         if step not in self.numbers:
@@ -133,10 +164,9 @@ class Build(Walk):
             static = {**static, "weak_type": False}
         step = Step(primitive, tuple(sorted(static.items())), tuple(args), dtype.name)
         found = self._add(step)
-        stays = name in ("add", "div", "max", "min", "rem", "convert_element_type")
-        stays = stays and np.issubdtype(dtype, np.signedinteger)
-        if name == "abs" or (stays and all(map(self._is_natural, args))):
-            self._natural.add(found)
+        most = self._largest(name, args, dtype)
+        if most is not None:
+            self._most[found] = most
         return found
 
     def _made_by(self, name: str, value: Argument) -> Step | None:
@@ -161,8 +191,9 @@ class Build(Walk):
             opposite = self.emit(lax.neg_p, {}, [x], dtype)
             found = self.emit(primitive, {}, [x, other], dtype)
             found = self.emit(primitive, {}, [found, opposite], dtype)
-            if isinstance(found, int) and all(map(self._is_natural, args)):
-                self._natural.add(found)
+            most = self._largest(primitive.name, args, dtype)
+            if isinstance(found, int) and most is not None:
+                self._most[found] = most
             return found
         return None
 
@@ -272,9 +303,9 @@ class Build(Walk):
         return None
 
     def _is_exact(self, x: Argument) -> bool:
-        """Whether a value is no float."""
+        """Whether a value is no float and no complex number."""
         dtype = x.dtype if isinstance(x, Constant) else self._dtypes[x]
-        return not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        return not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
 
     def special(self, equation, args: Sequence):
         """Quotients of what is not negative are one step."""
