@@ -11,7 +11,6 @@ SOUND = "tests/core/test_pointwise.py -k sound"
 WORDS = "tests/core/test_pointwise.py -k words"
 DIAGONALS = "tests/core/test_tables.py -k along_diagonals"
 KNOWN = "tests/core/test_known_masks.py"
-OWN_KEYS = "tests/core/test_own_keys.py"
 
 MUTANTS = [
     *of(
@@ -389,63 +388,6 @@ MUTANTS = [
             'if name in _FOLDED and not (name == "rem" and values[1] == 0):',
             'if name in _FOLDED and name != "log":',
             "tests/kernels/test_operations.py -k declined",
-        ),
-        (
-            "floats are equal to themselves",
-            "and self._is_exact(args[0]):",
-            "and True:",
-            OWN_KEYS,
-        ),
-        (
-            "complex numbers are equal to themselves",
-            "jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)",
-            "jnp.issubdtype(jnp.dtype(dtype), jnp.floating)",
-            OWN_KEYS,
-        ),
-        (
-            "sums of what is not negative do not overflow",
-            "return found if found <= np.iinfo(dtype).max else None",
-            "return min(found, np.iinfo(dtype).max)",
-            OWN_KEYS,
-        ),
-        (
-            "a condition that always holds decides",
-            'same, decides = (one, zero) if name == "and" else (zero, one)',
-            'same, decides = (one, zero) if name == "or" else (zero, one)',
-            OWN_KEYS,
-        ),
-    ),
-    *of(
-        "pallas_kernels/core/pointwise/trace.py",
-        (
-            "any other key for a query's own",
-            'of_one = [query if x == "kv" else i',
-            'of_one = [query - 1 if x == "kv" else i',
-            OWN_KEYS,
-        ),
-    ),
-    *of(
-        "jax_flash2/_mods.py",
-        (
-            "queries at an offset have their own keys",
-            'traced.keeps_own_key and "q" in self._natural',
-            "traced.keeps_own_key",
-            OWN_KEYS,
-        ),
-        (
-            "other rows of one array are shared",
-            "return may_share and captured[a] == captured[b]",
-            "return self._shape.t == self._shape.s and captured[a] == captured[b]",
-            OWN_KEYS,
-        ),
-    ),
-    *of(
-        "pallas_kernels/core/masks/mod.py",
-        (
-            "each query is taken to have a key",
-            "keeps_own_key=self.keeps_own_key,",
-            "keeps_own_key=True,",
-            OWN_KEYS,
         ),
     ),
 ]
