@@ -72,7 +72,7 @@ class Consumer(gradients.Consumer):
         return {**self.program.tiles.at(place), "s": self.where["s"]}
 
     def prefetch(self, number) -> Ahead:
-        """What is read of a work tile in global memory, where registers do."""
+        """Reads what it needs of a work tile from global memory."""
         tiles = self.program.tiles
         place, words = tiles.place(number), []
         if self.plan.pipelines_scores and prefetch.is_fetched(self.spec):
