@@ -191,8 +191,8 @@ MUTANTS = [
         ),
         (
             "a distance is not known to fall and then rise",
-            'if name == "abs":',
-            'if name == "":',
+            'frozenset(("valley",)) if first & {"rises", "falls"}',
+            'frozenset(("valley",)) if first & {""}',
             RUNS,
         ),
     ),
