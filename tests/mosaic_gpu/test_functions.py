@@ -1,18 +1,20 @@
-"""Functions of pairs by the kernels for Hopper, on a CPU."""
+"""Functions of pairs by the kernels for Hopper: interpreted, and on such a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import Blocks, Config, _api, attention
+from jax_flash2 import Blocks, Config, _api, attention, make_block_mask
+from pallas_kernels.core import visits
 from pallas_kernels.core.pointwise import binding
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.kernels.test_mods import SCORES, TABLE, K, N, bucket
-from tests.mosaic import with_heads
+from tests.mosaic import MOSAIC, assert_same_bits, on_hopper, with_heads
 from tests.tiers import deeply
 
 
@@ -69,3 +71,52 @@ def test_both_passes(score, named, any_size, monkeypatch):
             found[name] = _of_buckets(found[name], arrays, own)
         actual = found[name].reshape(expected.shape)
         assert np.max(np.abs(actual - expected)) < 0.02 * np.max(np.abs(expected)), name
+
+
+def global_keys(b, h, q, kv):
+    """A window both ways, and two blocks of keys that all queries attend to."""
+    near = (q - kv < 60) & (kv - q < 60)
+    return near | (kv < 100) | ((kv >= 1030) & (kv < 1100))
+
+
+def _of_global_keys(rows: int, block: int | None) -> dict:
+    if block is None:
+        return {"mask_mod": global_keys}
+    sizes = None, None, rows, rows
+    return {"block_mask": make_block_mask(global_keys, *sizes, block_size=block)}
+
+
+@on_hopper
+@pytest.mark.parametrize("block", [None, 128, 256])
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_programs_that_share_keys(head, block, monkeypatch):
+    """Both passes on a GPU by the error rule, of several programs for some keys."""
+    monkeypatch.setattr(visits, "MANY_VISITS", 2)
+    case = dataclasses.replace(by_name("plain"), t=1500, s=1500, n=4, k=2)
+    case = with_heads(case, head)
+    arrays, _ = case.inputs("bfloat16")
+    cotangents = tolerances.cotangents_for(case, "bfloat16")
+    place = np.arange(case.t)
+    mask = {"mask": global_keys(0, 0, place[:, None], place)}
+    exact = tolerances.exact(arrays, cotangents, mask)
+    plain = tolerances.plain(arrays, cotangents, mask)
+    call = functools.partial(attention, **_of_global_keys(case.t, block), **MOSAIC)
+    actual = tolerances.evaluate(arrays, cotangents, {}, call)
+    tolerances.check(actual, exact, plain, tolerances.unit_roundoff("bfloat16"))
+
+
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+def test_bits_of_programs_that_share_keys(head):
+    """Whichever ends first: the last part of a block adds those before it in order."""
+    shape = 2, 4096, 16, head
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+
+    @jax.jit
+    def run(q, k, v, do):
+        call = functools.partial(attention, mask_mod=global_keys, **MOSAIC)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(do)
+
+    assert_same_bits(run, arrays, times=100)
