@@ -26,6 +26,22 @@ from pallas_kernels.core.ranges import Range, divide, loop, maximum, minimum, wh
 
 # Bytes of the lists of one kernel, above which calls have ranges in place of lists.
 MOST_BYTES = 2**26
+# What is sorted has its kind above its number.
+_KIND = 2**28
+
+
+def sorted_by_kind(kind: jax.Array, number: jax.Array) -> jax.Array:
+    """Numbers below 2^28 along the last axis, by kind (0 to 3) and then by number.
+
+    Each still has its kind in its upper bits, so that one sort is all that XLA runs.
+    `number_of` leaves them out.
+    """
+    return lax.sort(kind * _KIND + number, is_stable=False)
+
+
+def number_of(entry):
+    """The number of an element of `sorted_by_kind`."""
+    return entry & (_KIND - 1)
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +54,11 @@ class BlockList:
 
     Attributes:
       order: int32 [.., own blocks * others], for each own block the numbers of all
-        others: edges, full ones, and those that are not visited, each from first to
-        last.
-      ascending: int32 [.., own blocks * others], twice the number of each visited
-        block, from first to last, and 1 more of a full one; then of those not visited.
+        others (`number_of`): edges, full ones, and those that are not visited, each
+        from first to last. None where it is not read (`read`).
+      ascending: int32 [.., own blocks * others], twice the number of each visited block
+        (`number_of`), from first to last, and 1 more of a full one; then of those not
+        visited. None where it is not read.
       edges, count: int32 [.., own blocks], how many of them are edges, and how many are
         visited.
       code: int32 [.., own blocks * others]: 0 of a block that is not visited, 1 of an
@@ -73,14 +90,10 @@ class BlockList:
         if size % visited:  # of what lies beyond the rows nothing may be read unmasked
             last = numbers == others - 1
             value = jnp.where(last, jnp.minimum(value, 1), value)
-        # One array of distinct numbers to sort: edges first, then full blocks.
-        rank = jnp.where(value == 0, 2, value - 1)
-        ranked = lax.sort(rank * others + numbers, is_stable=False)
-        order = lax.rem(ranked, jnp.int32(others))
-        unvisited = jnp.where(value == 0, 2 * others, 0)
-        ascending = unvisited + 2 * numbers + jnp.where(value == 2, 1, 0)
-        ascending = lax.sort(ascending, is_stable=False)
-        ascending = lax.rem(ascending, jnp.int32(2 * others))
+        rank = jnp.where(value == 0, 2, value - 1)  # edges first, then full blocks
+        order = sorted_by_kind(rank, numbers)
+        twice = 2 * numbers + jnp.where(value == 2, 1, 0)
+        ascending = sorted_by_kind(jnp.where(value == 0, 1, 0), twice)
 
         def flat(x: jax.Array) -> Named:
             x = x.reshape(*x.shape[: len(lead)], -1)
@@ -97,6 +110,14 @@ class BlockList:
     def others(self) -> int:
         """How many blocks the visited side has."""
         return -(-self.size // self.visited)
+
+    def read(self, *, in_order: bool) -> BlockList:
+        """Without the array that a kernel does not read, so that none is made.
+
+        Args:
+          in_order: whether it goes through blocks by `Walk.in_order` alone.
+        """
+        return dataclasses.replace(self, **{"order" if in_order else "ascending": None})
 
     def fits(self, own: int, visited: int) -> bool:
         """Whether a kernel with blocks of so many rows may walk the list."""
@@ -119,11 +140,18 @@ class BlockList:
         start = own * self.others
         edges, count = self.edges.number(own), self.count.number(own)
         beyond = self.others * parts - (-(-self.size // block))
-        if beyond:  # parts of the last block, which comes last of the edges
-            last = self.order.number(start + maximum(edges - 1, 0))
-            beyond = where((edges > 0) & (last == self.others - 1), beyond)
+        if beyond:  # parts of the last block, which is an edge if it is visited
+            has_last = self._last_edge(start, edges, count) == self.others - 1
+            beyond = where((edges > 0) & has_last, beyond)
         mid, end = edges * parts - beyond, count * parts - beyond
         return Walk(self, start, parts, mid, beyond, jnp.int32(0), mid, end)
+
+    def _last_edge(self, start, edges, count):
+        """The last of the edges, or of all: alike where that is the last block."""
+        if self.order is None:
+            found = self.ascending.number(start + maximum(count - 1, 0))
+            return divide(number_of(found), 2)
+        return number_of(self.order.number(start + maximum(edges - 1, 0)))
 
 
 def list_of(
@@ -132,6 +160,7 @@ def list_of(
     tiling: Any,
     over: Collection[str],
     relation: Callable[[Any], Any],
+    in_order: bool,
 ) -> BlockList | None:
     """The list of the blocks that all masks allow, or None where ranges will do.
 
@@ -141,11 +170,12 @@ def list_of(
       tiling: the blocks (`masks.Tiling`).
       over: axes whose elements get one list.
       relation: of the tiling, what all masks say of each pair of blocks.
+      in_order: as of `BlockList.read`.
     """
     if len(masks) == 1:
         found = masks[0].block_list(looped, tiling)
         if found is not None and not set(over) & set(found.code.axes):
-            return found
+            return found.read(in_order=in_order)
     if not any(atom.lists_blocks for atom in masks):
         return None
     code = relation(tiling).over(over).code(tiling)
@@ -155,7 +185,8 @@ def list_of(
     if looped == "t":
         code = code.ordered((*code.axes[:-2], "j", "i"))
         own, visited, size = visited, own, tiling.q_size
-    return BlockList.of(code, own=own, visited=visited, size=size)
+    found = BlockList.of(code, own=own, visited=visited, size=size)
+    return found.read(in_order=in_order)
 
 
 class Walk(NamedTuple):
@@ -187,7 +218,7 @@ class Walk(NamedTuple):
             is_beyond = jnp.asarray(position >= self.known_edges, jnp.int32)
             position = position + is_beyond * self.skipped
         entry = divide(position, self.parts)
-        found = self.blocks.order.number(self.start + entry)
+        found = number_of(self.blocks.order.number(self.start + entry))
         return found * self.parts + (position - entry * self.parts)
 
     def fold(self, visit, state):
@@ -224,7 +255,7 @@ class Walk(NamedTuple):
         """As of `Range`: from first to last, so that few programs wait for turns."""
         position = self.lo + index
         entry = divide(position, self.parts)
-        found = self.blocks.ascending.number(self.start + entry)
+        found = number_of(self.blocks.ascending.number(self.start + entry))
         block = divide(found, 2)
         masked = (found == 2 * block) | (self.no_full > 0)
         return masked, block * self.parts + (position - entry * self.parts)

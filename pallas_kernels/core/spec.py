@@ -352,22 +352,22 @@ class AttentionSpec:
         kv_size: int,
         over: tuple[str, ...] = (),
         lists: bool = True,
+        in_order: bool = False,
     ) -> AttentionSpec:
         """Adds the block table of the data-dependent atoms (fields hold `Named`).
 
         Args:
           looped: the rows that are looped over: of keys (`s`), and the table is for
             `kv_blocks`, or of queries (`t`), and it is for `q_blocks`.
-          block_q, block_kv: block sizes.
-          q_size, kv_size: rows.
+          block_q, block_kv, q_size, kv_size: rows of a block, and all.
           over: axes whose elements get one table, of what any of them looks at.
-          lists: whether it may be a `BlockList`.
+          lists, in_order: whether it may be a `BlockList`, and as of its `read`.
         """
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
         masks = self.masks if lists else ()
-        found = list_of(masks, looped, tiling, over, self.relation)
+        found = list_of(masks, looped, tiling, over, self.relation, in_order)
         if found is None:
             others = (atom for atom in self.masks if not atom.has_ranges)
             relations = [atom.block_relation(tiling).over(over) for atom in others]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.core.axes import Named, batch_axes, whole_axis
-from pallas_kernels.core.lists import BlockList
+from pallas_kernels.core.lists import BlockList, number_of, sorted_by_kind
 from pallas_kernels.core.ranges import Range, divide, maximum, minimum
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -78,10 +78,10 @@ class Visits:
         of queries; meant for those that j visits. Beside a `BlockList` it counts the
         blocks of that, flat along one whole axis.
       order: int32 [.., own blocks] of a `BlockList`, along one whole axis: the numbers
-        of its blocks of keys in the order in which programs take them; else None.
-      few: int32 [..], how many of a kernel's blocks come before those that are shared;
-        None where none is.
-      shared: int32 [..], how many blocks are shared; None likewise.
+        (`number_of`) of its blocks of keys in the order in which programs take them;
+        else None.
+      few, many: int32 [..], how many of a kernel's blocks have few visits, and how many
+        have many and come after those; None where none is shared.
       sharing: how blocks may be shared, or None (static). The programs that there are
         more, and that no block needs, come last and are not used.
     """
@@ -90,7 +90,7 @@ class Visits:
     before: Any
     order: Any = None
     few: Any = None
-    shared: Any = None
+    many: Any = None
     sharing: Sharing | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -109,7 +109,7 @@ class Visits:
           sharing: whether blocks of a list may have several programs.
         """
         sizes = rows["t"], rows["s"], size["t"], size["s"]
-        tabled = spec.with_table("t", *sizes, over=("n",))
+        tabled = spec.with_table("t", *sizes, over=("n",), in_order=True)
         if isinstance(tabled.table, BlockList):
             return cls._of_list(tabled.table, size["s"], rows["s"], sharing)
         axes = (*_batch(spec), "j")
@@ -142,8 +142,8 @@ class Visits:
         met, lead = (codes.value > 0).astype(jnp.int32), codes.axes[:-2]
         kind = _kinds(listed.count.value, last_is_short=keys % listed.own != 0)
         count = kind.shape[-1]
-        order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32))
-        order = Named(lax.rem(order, jnp.int32(count)), (*lead, whole_axis(count)))
+        order = sorted_by_kind(kind, jnp.arange(count, dtype=jnp.int32))
+        order = Named(order, (*lead, whole_axis(count)))
         # Beside a block count those of its kind before it, and all of kinds before.
         kinds = jnp.arange(2, dtype=jnp.int32).reshape(2, *(1 for _ in kind.shape))
         own = jnp.where((kind == kinds)[..., None], met, 0)
@@ -158,7 +158,7 @@ class Visits:
             jnp.sum(kind == x, axis=-1, dtype=jnp.int32) * (listed.own // rows)
             for x in (_FEW, _MANY)
         )
-        few, many = Named(few, lead), Named(jnp.minimum(many, sharing.blocks), lead)
+        few, many = Named(few, lead), Named(many, lead)
         return cls(listed, before, order, few, many, sharing)
 
     def own_block(self, number, rows: int, keys: int):
@@ -176,7 +176,8 @@ class Visits:
         assert isinstance(self.blocks, BlockList)
         parts = self.blocks.own // rows
         entry = divide(number, parts)
-        return self.order.number(entry) * parts + (number - entry * parts)
+        block = number_of(self.order.number(entry))
+        return block * parts + (number - entry * parts)
 
     def share(self, number, rows: int, keys: int) -> Share:
         """What a program has of it.
@@ -201,7 +202,7 @@ class Visits:
         if self.few is None or self.sharing is None:
             return number, 0, 0, 0
         parts, after = self.sharing.parts, number - self.few
-        end = self.shared * parts
+        end = minimum(self.many, self.sharing.blocks) * parts
         within = maximum(minimum(after, end), 0)
         block = divide(within, parts)
         is_shared = maximum(minimum(after + 1, 1), 0)

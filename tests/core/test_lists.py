@@ -10,7 +10,7 @@ import pytest
 
 from jax_flash2 import _api, make_block_mask
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.lists import BlockList
+from pallas_kernels.core.lists import BlockList, number_of
 from pallas_kernels.core.masks import Listed, Tiling
 from pallas_kernels.core.positions import Numbering, Positions
 from tests.core.test_pointwise import boolean
@@ -62,7 +62,7 @@ def check_list(found: BlockList, code: np.ndarray) -> None:
     code = code.copy()
     if found.size % found.visited:
         code[:, -1] = np.minimum(code[:, -1], 1)
-    order = np.asarray(found.order.value).reshape(code.shape)
+    order = np.asarray(number_of(found.order.value)).reshape(code.shape)
     np.testing.assert_array_equal(np.asarray(found.codes().value), code)
     for row, numbers, edges, count in zip(
         code, order, found.edges.value, found.count.value, strict=True
@@ -119,10 +119,10 @@ def test_walks_are_those_of_the_kernels_blocks(seeds):
             rng = np.random.default_rng(seed)
             # The first: a full block, and one that ends beyond the rows.
             drawn = _random_list(rng) if seed else (3, np.int32([[0, 1], [2, 1]]), 56)
-            walk, fine = _walk(*drawn, own=int(rng.integers(0, 2)) if seed else 1)
-            _check_walk(rng, walk, fine)
+            found = _walks(*drawn, own=int(rng.integers(0, 2)) if seed else 1)
+            _check_walks(rng, *found)
             if seed < 2:
-                _check_folds(walk, fine)
+                _check_folds(found[0], found[-1])
 
 
 def _random_list(rng) -> tuple[int, np.ndarray, int]:
@@ -135,24 +135,28 @@ def _random_list(rng) -> tuple[int, np.ndarray, int]:
     return parts, code, size
 
 
-def _walk(parts: int, code: np.ndarray, size: int, own: int):
-    """Of a block of own rows, in blocks of 16 rows, and the code of each of these."""
+def _walks(parts: int, code: np.ndarray, size: int, own: int):
+    """Of a block of own rows, in blocks of 16 rows: by `at` and by `in_order`.
+
+    And the code of each of these blocks.
+    """
     visited = 16 * parts
     named = Named(jnp.asarray(code), ("i", "j"))
     arrays = BlockList.of(named, own=32, visited=visited, size=size)
     listed = jax.tree.map(lambda x: Elements(np.asarray(x.value)), arrays)
     if size % visited:
         code[:, -1] = np.minimum(code[:, -1], 1)
-    walk = listed.walk(np.int32(own * 32 + 16), 16)
-    return walk, np.repeat(code[own], parts)[: -(-size // 16)]
+    first = np.int32(own * 32 + 16)
+    walks = (listed.read(in_order=x).walk(first, 16) for x in (False, True))
+    return *walks, np.repeat(code[own], parts)[: -(-size // 16)]
 
 
-def _check_walk(rng, walk, fine: np.ndarray) -> None:
+def _check_walks(rng, walk, in_order, fine: np.ndarray) -> None:
     edges, full = ([int(x) for x in np.flatnonzero(fine == n)] for n in (1, 2))
     expected = [*((1, x) for x in edges), *((0, x) for x in full)]
     assert visits(walk, walk.at) == expected
     ascending = sorted(expected, key=lambda x: x[1])
-    assert visits(walk, walk.in_order) == ascending
+    assert visits(in_order, in_order.in_order) == ascending
     assert int(walk.edges) == len(edges) and bool(walk.any_full) == bool(full)
     for number, value in enumerate(fine):
         one = walk.only(np.int32(number))
@@ -163,10 +167,11 @@ def _check_walk(rng, walk, fine: np.ndarray) -> None:
     assert [y for x in found for y in x] == expected
     assert [int(x.edges) for x in pieces] == [sum(m for m, _ in x) for x in found]
     all_edges = [(1, x) for _, x in expected]
+    pieces = [in_order.part(np.int32(i), count) for i in range(count)]
     found = [y for x in pieces for y in visits(x, x.in_order)]
     assert found == ascending
     assert visits(walk, walk.all_edges().at) == all_edges
-    found = walk.all_edges().part(np.int32(0), 2)
+    found = in_order.all_edges().part(np.int32(0), 2)
     assert all(masked for masked, _ in visits(found, found.in_order))
     assert visits(walk, walk.all_edges(jnp.int32(0)).at) == expected
     first = walk.with_an_edge(1)

@@ -31,8 +31,8 @@ MUTANTS = [
         ),
         (
             "a third block is shared",
-            "jnp.minimum(many, sharing.blocks)",
-            "many",
+            "end = minimum(self.many, self.sharing.blocks) * parts",
+            "end = self.many * parts",
             SHARES,
         ),
         (

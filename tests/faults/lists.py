@@ -46,6 +46,18 @@ MUTANTS = [
             WALKS,
         ),
         (
+            "the last block of a list in order is that of its edges",
+            "found = self.ascending.number(start + maximum(count - 1, 0))",
+            "found = self.ascending.number(start + maximum(edges - 1, 0))",
+            WALKS,
+        ),
+        (
+            "blocks of a list with their kind in their number",
+            "return entry & (_KIND - 1)",
+            "return entry & (2 * _KIND - 1)",
+            WALKS,
+        ),
+        (
             "a part of a list with the edges of all",
             "return self._replace(lo=first, mid=mid, hi=last)",
             "return self._replace(lo=first, hi=last)",

@@ -211,10 +211,10 @@ def forward(plan: PassPlan, call: Call, outputs):
     return forward_kernel(*operands, outputs, launch=plan.launch)
 
 
-def _with_table(spec, blocks: Blocks, size):
+def _with_table(spec, blocks: Blocks, size, **options):
     """The spec with what says which blocks of keys those of queries meet."""
     rows = blocks.block_q, blocks.block_kv, size["t"], size["s"]
-    return spec.with_table("s", *rows)
+    return spec.with_table("s", *rows, **options)
 
 
 def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
@@ -270,7 +270,9 @@ def backward(plans, call: Call, saved, wanted):
         launch = plans["backward"].launch
         of_dq = plans["backward"].dq
         if of_dq is not None:
-            tabled = _with_table(pairwise.in_words(spec, "s"), of_dq.blocks, call.size)
+            tabled = _with_table(
+                pairwise.in_words(spec, "s"), of_dq.blocks, call.size, in_order=True
+            )
             dq = dq_kernel(q, k_clear, v_clear, tabled, rows, of_q, launch=of_dq)
             outputs = of_k, of_v
             dk, dv = dkv_kernel(
