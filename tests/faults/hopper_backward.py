@@ -16,6 +16,15 @@ OF_TABLE = "tests/mosaic_gpu/test_functions.py -m '' -k table"
 
 MUTANTS = [
     *of(
+        "pallas_kernels/mosaic_gpu/hopper/tuning.py",
+        (
+            "parts of shared blocks take twice the memory of gradients",
+            "bytes_of_float32 = numbers.shared_blocks, 2",
+            "bytes_of_float32 = numbers.shared_blocks, 1",
+            "tests/mosaic_gpu/test_listed_visits.py -k parts_take",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/visits.py",
         (
             "programs that are not used visit",

@@ -12,6 +12,8 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Sharing
 from pallas_kernels.layout import Launch
+from pallas_kernels.mosaic_gpu import measured
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from tests.core.test_lists import listed
 from tests.mosaic import with_numbers
 from tests.mosaic_gpu.test_turns import times
@@ -90,3 +92,23 @@ def test_programs_that_are_not_shared():
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
     size = {"t": 40, "s": 57, "n": 2, "k": 1}
     check_order((size, AttentionSpec(Score(1.0), masks), launch, Sharing(2, 2)))
+
+
+@pytest.mark.parametrize("keys", [100, 512, 1000, 2048, 8192, 1 << 17])
+def test_parts_take_no_more_memory_than_gradients(keys):
+    """Those of shared blocks, in float32; long rows have as many as were timed."""
+    size = {"t": 128, "s": 64}
+    mask = listed(
+        DenseMask(Named(np.ones((128, 64), bool), ("t", "s"))), size, (32,) * 2
+    )
+    found = tuning.sharing(AttentionSpec(Score(1.0), (mask,)), keys, 128)
+    numbers = measured.here().numbers
+    if keys < 512:  # not one more fits
+        assert found is None
+        return
+    assert found is not None and found.blocks == numbers.shared_blocks
+    assert 4 * 128 * found.more <= 2 * keys
+    another = found._replace(parts=found.parts + 1)
+    has_all = found.parts == numbers.parts_of_a_shared_block
+    assert has_all or 4 * 128 * another.more > 2 * keys
+    assert has_all == (keys >= 8192)

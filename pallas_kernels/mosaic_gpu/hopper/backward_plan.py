@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.axes import Named
+from pallas_kernels.core.axes import Named, sizes
 from pallas_kernels.core.visits import Sharing
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, support
@@ -52,10 +52,12 @@ class Plan(gradients.Plan):
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
         spec, operands = inputs.spec, inputs.with_outputs(outputs)
-        alike, sharing = tuning.blocks_alike(spec), tuning.sharing(spec)
-        layout = KeyGrid.of(
-            "dkv", operands, launch, blocks_alike=alike, sharing=sharing
-        )
+        keys = sizes([inputs.k])["s"]
+        options = {
+            "blocks_alike": tuning.blocks_alike(spec),
+            "sharing": tuning.sharing(spec, keys, launch.blocks.block_kv),
+        }
+        layout = KeyGrid.of("dkv", operands, launch, **options)
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
         return cls(
             launch,

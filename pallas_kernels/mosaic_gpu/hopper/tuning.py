@@ -219,12 +219,24 @@ def blocks_alike(spec: AttentionSpec) -> int | None:
     return measured.here().numbers.blocks_of_a_document if is_short else None
 
 
-def sharing(spec: AttentionSpec) -> Sharing | None:
-    """How several programs of the backward share a block of keys with many visits."""
+def sharing(spec: AttentionSpec, keys: int, rows: int) -> Sharing | None:
+    """How several programs of the backward share a block of keys with many visits.
+
+    All parts but the last are kept in float32: so many that they take at most as much
+    memory as dk and dv. A call of few keys has few, as its programs that no block needs
+    count, too.
+
+    Args:
+      keys: how many there are.
+      rows: of a block of keys.
+    """
     if not spec.lists_blocks or spec.is_part:
         return None
     numbers = measured.here().numbers
-    return Sharing(numbers.shared_blocks, numbers.parts_of_a_shared_block)
+    blocks, bytes_of_float32 = numbers.shared_blocks, 2  # times those of dk and dv
+    more = keys // (blocks * rows * bytes_of_float32)
+    parts = min(numbers.parts_of_a_shared_block, 1 + more)
+    return Sharing(blocks, parts) if parts > 1 else None
 
 
 def dq_accumulators(spec: AttentionSpec, layout: memory.TileGrid) -> int:
