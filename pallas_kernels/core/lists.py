@@ -13,8 +13,6 @@ that divides its own.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +22,6 @@ from jax import lax
 from pallas_kernels.core.axes import Named, whole_axis
 from pallas_kernels.core.ranges import Range, divide, loop, maximum, minimum, where
 
-# Bytes of the lists of one kernel, above which calls have ranges in place of lists.
-MOST_BYTES = 2**26
 # What is sorted has its kind above its number.
 _KIND = 2**28
 
@@ -112,7 +108,7 @@ class BlockList:
         return -(-self.size // self.visited)
 
     def read(self, *, in_order: bool) -> BlockList:
-        """Without the array that a kernel does not read, so that none is made.
+        """Without the array that a kernel does not read, which XLA then leaves out.
 
         Args:
           in_order: whether it goes through blocks by `Walk.in_order` alone.
@@ -152,41 +148,6 @@ class BlockList:
             found = self.ascending.number(start + maximum(count - 1, 0))
             return divide(number_of(found), 2)
         return number_of(self.order.number(start + maximum(edges - 1, 0)))
-
-
-def list_of(
-    masks: Sequence[Any],
-    looped: str,
-    tiling: Any,
-    over: Collection[str],
-    relation: Callable[[Any], Any],
-    in_order: bool,
-) -> BlockList | None:
-    """The list of the blocks that all masks allow, or None where ranges will do.
-
-    Args:
-      masks: the atoms of a spec.
-      looped: whose blocks are visited, "s" or "t".
-      tiling: the blocks (`masks.Tiling`).
-      over: axes whose elements get one list.
-      relation: of the tiling, what all masks say of each pair of blocks.
-      in_order: as of `BlockList.read`.
-    """
-    if len(masks) == 1:
-        found = masks[0].block_list(looped, tiling)
-        if found is not None and not set(over) & set(found.code.axes):
-            return found.read(in_order=in_order)
-    if not any(atom.lists_blocks for atom in masks):
-        return None
-    code = relation(tiling).over(over).code(tiling)
-    if 4 * math.prod(code.shape) > MOST_BYTES:
-        return None
-    own, visited, size = tiling.block_q, tiling.block_kv, tiling.kv_size
-    if looped == "t":
-        code = code.ordered((*code.axes[:-2], "j", "i"))
-        own, visited, size = visited, own, tiling.q_size
-    found = BlockList.of(code, own=own, visited=visited, size=size)
-    return found.read(in_order=in_order)
 
 
 class Walk(NamedTuple):

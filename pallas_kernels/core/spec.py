@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.axes import Named
+from pallas_kernels.core.block_tables import relation_of, table_of
 from pallas_kernels.core.dropout import Dropout
-from pallas_kernels.core.lists import BlockList, Visited, list_of
+from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.masks import Atom, Lengths, Relation, Tiling, Traits
 from pallas_kernels.core.masks.base import joined, without_rows
-from pallas_kernels.core.masks.relation import block_table
 from pallas_kernels.core.masks.traits import ALL
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.positions import ALL_ROWS, Numbering, Positions
@@ -366,18 +366,13 @@ class AttentionSpec:
         if all(atom.has_ranges for atom in self.masks):
             return self
         tiling = Tiling(block_q, block_kv, q_size, kv_size, self.positions, self.repeat)
-        masks = self.masks if lists else ()
-        found = list_of(masks, looped, tiling, over, self.relation, in_order)
-        if found is None:
-            others = (atom for atom in self.masks if not atom.has_ranges)
-            relations = [atom.block_relation(tiling).over(over) for atom in others]
-            found = block_table(relations, looped, tiling.counts["ts".index(looped)])
+        options = {"lists": lists, "in_order": in_order}
+        found = table_of(self.masks, looped, tiling, over, **options)
         return dataclasses.replace(self.for_pairs(tiling), table=found)
 
     def relation(self, tiling: Tiling) -> Relation:
         """What all masks say of each pair of blocks (fields hold `Named`)."""
-        found = (atom.block_relation(tiling) for atom in self.masks)
-        return functools.reduce(operator.and_, found)
+        return relation_of(self.masks, tiling)
 
     @property
     def lists_blocks(self) -> bool:

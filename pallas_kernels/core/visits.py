@@ -9,18 +9,25 @@ programs then visit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from pallas_kernels.core import known
 from pallas_kernels.core.axes import Named, batch_axes, whole_axis
+from pallas_kernels.core.block_tables import are_static
 from pallas_kernels.core.lists import BlockList, number_of, sorted_by_kind
+from pallas_kernels.core.masks import Tiling
 from pallas_kernels.core.ranges import Range, divide, maximum, minimum
+from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
 # Times the mean, above which a block has many visits. Of a causal mask none has.
@@ -108,6 +115,15 @@ class Visits:
           size, rows: all of `t` and `s`, and those of a block.
           sharing: whether blocks of a list may have several programs.
         """
+        sizes = rows["t"], rows["s"], size["t"], size["s"]
+        found = None
+        if are_static(spec.masks, Tiling(*sizes, spec.positions)):
+            numbers = spec.query_rows, spec.key_rows
+            found = _known(spec.masks, *numbers, sizes, sharing)
+        return cls._made(spec, size, rows, sharing) if found is None else found
+
+    @classmethod
+    def _made(cls, spec, size, rows, sharing) -> Visits:
         sizes = rows["t"], rows["s"], size["t"], size["s"]
         tabled = spec.with_table("t", *sizes, over=("n",), in_order=True)
         if isinstance(tabled.table, BlockList):
@@ -263,6 +279,33 @@ class Visits:
         found = Range(*(x.value for x in self.blocks))
         met = _in(found, self.before.shape[-1]).astype(jnp.int32)
         return Named(jnp.sum(met, axis=-2, dtype=jnp.int32), (*batch, "i"))
+
+
+@functools.lru_cache(maxsize=256)
+def _known(masks, query_rows, key_rows, sizes, sharing) -> Visits | None:
+    """Of masks without arrays (`block_tables`)."""
+    numbers = {"query_rows": query_rows, "key_rows": key_rows}
+    spec = AttentionSpec(Score(1.0), masks, **numbers)
+    rows, size = ({"t": sizes[i], "s": sizes[i + 1]} for i in (0, 2))
+    with contextlib.suppress(known.Unknown):
+        return known.evaluated(lambda: Visits._made(spec, size, rows, sharing))
+
+
+def many_known(
+    spec: AttentionSpec, size: Mapping[str, int], rows: Mapping[str, int]
+) -> int | None:
+    """How many blocks of keys have many visits, where that is known; else None.
+
+    Args:
+      spec, size, rows: as for `Visits.of`, of a spec that lists blocks.
+    """
+    sizes = rows["t"], rows["s"], size["t"], size["s"]
+    if not are_static(spec.masks, Tiling(*sizes, spec.positions)):
+        return None
+    many = Visits.of(spec, size, rows, Sharing(1, 2)).many
+    if many is None:  # there is no list
+        return 0
+    return int(np.max(many.value)) if isinstance(many.value, np.ndarray) else None
 
 
 def _kinds(visits: jax.Array, *, last_is_short: bool) -> jax.Array:

@@ -19,8 +19,8 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (
             "parts of shared blocks take twice the memory of gradients",
-            "bytes_of_float32 = numbers.shared_blocks, 2",
-            "bytes_of_float32 = numbers.shared_blocks, 1",
+            "bytes_of_float32 = 2",
+            "bytes_of_float32 = 1",
             "tests/mosaic_gpu/test_listed_visits.py -k parts_take",
         ),
     ),

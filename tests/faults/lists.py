@@ -12,7 +12,60 @@ RUNS = "tests/core/test_lists.py -k keep_runs"
 VISITS = "tests/mosaic_gpu/test_listed_visits.py"
 CALLS = "tests/kernels/test_block_mask.py -k '{}'"
 
+KNOWN = "tests/core/test_known.py"
+
 MUTANTS = [
+    *of(
+        "pallas_kernels/core/known.py",
+        (
+            "known integers are divided downwards",
+            "return wide * np.sign(x) * np.sign(y)",
+            "return x // y",
+            KNOWN,
+        ),
+        (
+            "known numbers are shifted with copies of their sign",
+            'wide = x.view(f"u{x.dtype.itemsize}")',
+            "wide = x",
+            KNOWN,
+        ),
+        (
+            "known sums run along the first axis",
+            'return np.cumsum(x, params["axis"], x.dtype)',
+            "return np.cumsum(x, 0, x.dtype)",
+            KNOWN,
+        ),
+        (
+            "known results keep NumPy's dtype",
+            "values[x] = np.asarray(value).astype(x.aval.dtype, copy=False)",
+            "values[x] = np.asarray(value)",
+            KNOWN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/block_tables.py",
+        (
+            "constants of any size",
+            "return is_static and math.prod(tiling.counts) <= _MOST_KNOWN",
+            "return is_static and math.prod(tiling.counts) > 0",
+            KNOWN,
+        ),
+        (
+            "nothing is known while a call is traced",
+            "found = _known(*arguments) if are_static(masks, tiling) else None",
+            "found = None",
+            KNOWN,
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/visits.py",
+        (
+            "which blocks have many visits is asked of no list",
+            "return int(np.max(many.value)) if isinstance",
+            "return int(np.min(many.value) * 0) if isinstance",
+            KNOWN,
+        ),
+    ),
     *of(
         "pallas_kernels/core/lists.py",
         (

@@ -101,7 +101,8 @@ def test_parts_take_no_more_memory_than_gradients(keys):
     mask = listed(
         DenseMask(Named(np.ones((128, 64), bool), ("t", "s"))), size, (32,) * 2
     )
-    found = tuning.sharing(AttentionSpec(Score(1.0), (mask,)), keys, 128)
+    spec, rows = AttentionSpec(Score(1.0), (mask,)), {"t": 64, "s": 128}
+    found = tuning.sharing(spec, {"t": keys, "s": keys}, rows)
     numbers = measured.here().numbers
     if keys < 512:  # not one more fits
         assert found is None

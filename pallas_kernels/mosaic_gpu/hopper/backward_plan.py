@@ -52,10 +52,10 @@ class Plan(gradients.Plan):
     @classmethod
     def of(cls, inputs: Inputs, outputs: Sequence[Named], launch: Launch) -> Plan:
         spec, operands = inputs.spec, inputs.with_outputs(outputs)
-        keys = sizes([inputs.k])["s"]
+        rows = {"t": launch.blocks.block_q, "s": launch.blocks.block_kv}
         options = {
             "blocks_alike": tuning.blocks_alike(spec),
-            "sharing": tuning.sharing(spec, keys, launch.blocks.block_kv),
+            "sharing": tuning.sharing(spec, sizes([inputs.q, inputs.k]), rows),
         }
         layout = KeyGrid.of("dkv", operands, launch, **options)
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)

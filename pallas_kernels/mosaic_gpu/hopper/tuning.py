@@ -13,7 +13,7 @@ from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.core.visits import Sharing, size_of_counts
+from pallas_kernels.core.visits import Sharing, many_known, size_of_counts
 from pallas_kernels.mosaic_gpu import measured, memory
 
 # Query rows of a warpgroup's products: a block of them for each warpgroup.
@@ -219,22 +219,28 @@ def blocks_alike(spec: AttentionSpec) -> int | None:
     return measured.here().numbers.blocks_of_a_document if is_short else None
 
 
-def sharing(spec: AttentionSpec, keys: int, rows: int) -> Sharing | None:
+def sharing(
+    spec: AttentionSpec, size: Mapping[str, int], rows: Mapping[str, int]
+) -> Sharing | None:
     """How several programs of the backward share a block of keys with many visits.
 
     All parts but the last are kept in float32: so many that they take at most as much
-    memory as dk and dv. A call of few keys has few, as its programs that no block needs
-    count, too.
+    memory as dk and dv, in whole tiles of heads. A call of few keys has few, as its
+    programs that no block needs count, too. Where masks alone say which blocks have
+    many visits, none is left over.
 
     Args:
-      keys: how many there are.
-      rows: of a block of keys.
+      size, rows: of `t` and `s`, all and those of a block.
     """
     if not spec.lists_blocks or spec.is_part:
         return None
     numbers = measured.here().numbers
-    blocks, bytes_of_float32 = numbers.shared_blocks, 2  # times those of dk and dv
-    more = keys // (blocks * rows * bytes_of_float32)
+    many = many_known(spec, size, rows)
+    blocks = numbers.shared_blocks if many is None else min(numbers.shared_blocks, many)
+    if not blocks:
+        return None
+    bytes_of_float32 = 2  # times those of dk and dv
+    more = size["s"] // (blocks * rows["s"] * bytes_of_float32)
     parts = min(numbers.parts_of_a_shared_block, 1 + more)
     return Sharing(blocks, parts) if parts > 1 else None
 
