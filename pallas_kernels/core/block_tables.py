@@ -58,7 +58,7 @@ def are_static(masks: Sequence[Atom], tiling: Tiling) -> bool:
     return is_static and math.prod(tiling.counts) <= _MOST_KNOWN
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _known(*arguments) -> Range | BlockList | None:
     with contextlib.suppress(known.Unknown):
         return known.evaluated(lambda: _made(*arguments))

@@ -281,7 +281,7 @@ class Visits:
         return Named(jnp.sum(met, axis=-2, dtype=jnp.int32), (*batch, "i"))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _known(masks, query_rows, key_rows, sizes, sharing) -> Visits | None:
     """Of masks without arrays (`block_tables`)."""
     numbers = {"query_rows": query_rows, "key_rows": key_rows}
