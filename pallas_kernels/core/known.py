@@ -15,16 +15,19 @@ import numpy as np
 
 from pallas_kernels.core.axes import Named
 
+# Of all results of equations, which XLA would not keep: 0.2 s.
+_MOST_ELEMENTS = 2**26
+
 
 class Unknown(Exception):
-    """There is no rule for an equation."""
+    """An equation is left to XLA."""
 
 
 def evaluated(make: Callable[[], Any]) -> Any:
     """What `make` gives, a tree of `Named` arrays, with NumPy's arrays.
 
     Raises:
-      Unknown: if it needs an operation that is not known here.
+      Unknown: if it needs an operation that is not known here, or too many of them.
     """
     form: list[Any] = []
 
@@ -41,15 +44,18 @@ def evaluated(make: Callable[[], Any]) -> Any:
 
 
 def _run(traced, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The results of a closed jaxpr."""
+    """The results of a closed jaxpr, of the equations that they need."""
     jaxpr, values = traced.jaxpr, {}
+    values.update(zip(jaxpr.constvars, map(_number, traced.consts), strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
 
     def of(x) -> np.ndarray:
-        return np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else values[x]
+        return _number(np.asarray(x.val, x.aval.dtype)) if _is_literal(x) else values[x]
 
-    values.update(zip(jaxpr.constvars, map(np.asarray, traced.consts), strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-    for equation in jaxpr.eqns:
+    equations, last = _needed(jaxpr)
+    if sum(x.aval.size for one in equations for x in one.outvars) > _MOST_ELEMENTS:
+        raise Unknown("results of so many elements")
+    for number, equation in enumerate(equations):
         name, own = equation.primitive.name, [of(x) for x in equation.invars]
         if name in ("jit", "pjit"):
             found = _run(equation.params["jaxpr"], own)
@@ -60,15 +66,55 @@ def _run(traced, args: Sequence[np.ndarray]) -> list[np.ndarray]:
             raise Unknown(name)
         for x, value in zip(equation.outvars, found, strict=True):
             values[x] = np.asarray(value).astype(x.aval.dtype, copy=False)
+        for x in (*equation.invars, *equation.outvars):
+            if not _is_literal(x) and last.get(x, number) == number:
+                values.pop(x, None)
     return [of(x) for x in jaxpr.outvars]
 
 
+def _needed(jaxpr) -> tuple[list, dict]:
+    """The equations that results need, and after which one a value is let go."""
+    results = [x for x in jaxpr.outvars if not _is_literal(x)]
+    needed, equations = set(results), []
+    for equation in reversed(jaxpr.eqns):
+        if needed & {*equation.outvars}:
+            equations.append(equation)
+            needed |= {x for x in equation.invars if not _is_literal(x)}
+    equations.reverse()
+    last = {
+        x: number
+        for number, equation in enumerate(equations)
+        for x in equation.invars
+        if not _is_literal(x)
+    }
+    return equations, last | dict.fromkeys(results, len(equations))
+
+
+def _is_literal(x) -> bool:
+    return hasattr(x, "val")
+
+
+def _number(value) -> np.ndarray:
+    """A constant. Of denormal numbers XLA makes zeros on some devices."""
+    value = np.asarray(value)
+    if value.dtype.kind == "f":
+        smallest = np.finfo(value.dtype).smallest_normal
+        if np.any((value != 0) & (np.abs(value) < smallest)):
+            raise Unknown("a denormal number")
+    return value
+
+
 def _quotient(params, x, y):
-    """Towards zero, of integers."""
+    """Towards zero, of integers; -1 by none."""
     if x.dtype.kind == "f":
         return x / y
     wide = np.abs(x.astype(np.int64)) // np.maximum(np.abs(y.astype(np.int64)), 1)
-    return wide * np.sign(x) * np.sign(y)
+    return np.where(y == 0, -1, wide * np.sign(x) * np.sign(y))
+
+
+def _remainder(params, x, y):
+    found = np.fmod(x, np.where(y == 0, 1, y) if x.dtype.kind != "f" else y)
+    return found if x.dtype.kind == "f" else np.where(y == 0, x, found)
 
 
 def _shifted(function: Callable, beyond: Callable) -> Callable:
@@ -145,7 +191,7 @@ def _reduced(function: Callable) -> Callable:
 # NumPy's functions of the same meaning, by the name of JAX's primitive.
 _ALIKE = {
     **{"abs": "abs", "add": "add", "ceil": "ceil", "floor": "floor", "sign": "sign"},
-    **{"sub": "subtract", "mul": "multiply", "neg": "negative", "rem": "fmod"},
+    **{"sub": "subtract", "mul": "multiply", "neg": "negative"},
     **{"max": "maximum", "min": "minimum", "not": "invert"},
     **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"},
     **{"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal"},
@@ -169,11 +215,10 @@ _RULES: dict[str, Callable] = {
     "div": _quotient,
     "iota": _iota,
     "pad": _padded,
+    "rem": _remainder,
     "select_n": _selected,
     "shift_left": _shifted(np.left_shift, np.zeros_like),
-    "shift_right_arithmetic": _shifted(
-        np.right_shift, lambda x: np.where(x < 0, -1, 0)
-    ),
+    "shift_right_arithmetic": _shifted(np.right_shift, _sign_bits),
     "shift_right_logical": _shifted(_to_the_right, np.zeros_like),
     "slice": _slice,
     "sort": _sorted,

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,9 @@ OPERATIONS = {
             *("shift_right_arithmetic", "shift_right_logical"),
         )
     },
-    "div": lambda: lax.div(*jnp.meshgrid(NUMBERS[1:], np.int32([-7, -1, 1, 2, 64]))),
-    "rem": lambda: lax.rem(*jnp.meshgrid(NUMBERS, np.int32([-7, -3, 1, 2, 64]))),
+    "div": lambda: lax.div(*jnp.meshgrid(NUMBERS[1:], np.int32([-7, -1, 0, 1, 2, 64]))),
+    "rem": lambda: lax.rem(*jnp.meshgrid(NUMBERS, np.int32([-7, -3, 0, 1, 2, 64]))),
+    "float_rem": lambda: lax.rem(*jnp.meshgrid(FLOATS[1:-1], np.float32([-3, 0.75]))),
     "float_div": lambda: lax.div(*jnp.meshgrid(FLOATS[1:-1], np.float32([-3, 7]))),
     "not": lambda: jnp.stack([~(jnp.asarray(NUMBERS) > 2), jnp.asarray(NUMBERS) < 4]),
     "invert": lambda: ~jnp.asarray(NUMBERS),
@@ -104,6 +106,50 @@ def test_operations_without_a_rule():
     make = lambda: Named(jnp.linalg.qr(jnp.eye(3))[0], ("x", "y"))  # noqa: E731
     with pytest.raises(known.Unknown):
         known.evaluated(make)
+
+
+def test_what_no_result_needs_is_not_computed():
+    """Else it would take a rule, time and memory."""
+
+    def make():
+        jnp.linalg.qr(jnp.eye(3))
+        return Named(jnp.arange(3) + 1, ("x",))
+
+    np.testing.assert_array_equal(known.evaluated(make).value, [1, 2, 3])
+
+
+def test_results_are_let_go(monkeypatch):
+    """What was read for the last time is not kept, and there is an end to all."""
+
+    def make():
+        x = jnp.arange(1 << 18, dtype=jnp.int32)
+        for _ in range(64):
+            x = x * 3 + 1
+        return Named(x, ("x",))
+
+    tracemalloc.start()
+    known.evaluated(make)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20  # of 64 MB
+    monkeypatch.setattr(known, "_MOST_ELEMENTS", 100 << 18)
+    with pytest.raises(known.Unknown, match="many elements"):
+        known.evaluated(make)
+
+
+@pytest.mark.parametrize("value", [1e-42, -1e-42])
+def test_denormal_numbers(value):
+    """XLA takes them for zeros on CPUs."""
+    make = lambda: Named(jnp.maximum(jnp.zeros(3), np.float32(value)), ("x",))  # noqa: E731
+    with pytest.raises(known.Unknown, match="denormal"):
+        known.evaluated(make)
+
+
+def test_masks_of_functions_without_a_rule():
+    """What keys decide is read by kernels; here intervals say that nothing is known."""
+    near = lambda q, kv: (abs(q - kv) < 20) | (kv < 20)  # noqa: E731
+    mask = lambda b, h, q, kv: near(q, kv) & (jnp.sqrt(kv * 1.0) < 999.0)  # noqa: E731
+    assert many_known(spec_of(mask), SIZE, {"t": 16, "s": 16}) == 2
 
 
 def both(monkeypatch, make):

@@ -19,8 +19,8 @@ MUTANTS = [
         "pallas_kernels/core/known.py",
         (
             "known integers are divided downwards",
-            "return wide * np.sign(x) * np.sign(y)",
-            "return x // y",
+            "return np.where(y == 0, -1, wide * np.sign(x) * np.sign(y))",
+            "return np.where(y == 0, -1, x // np.where(y == 0, 1, y))",
             KNOWN,
         ),
         (
@@ -33,6 +33,18 @@ MUTANTS = [
             "known sums run along the first axis",
             'return np.cumsum(x, params["axis"], x.dtype)',
             "return np.cumsum(x, 0, x.dtype)",
+            KNOWN,
+        ),
+        (
+            "known values are never let go",
+            "if not _is_literal(x) and last.get(x, number) == number:",
+            "if last is None:",
+            KNOWN,
+        ),
+        (
+            "known equations are all evaluated",
+            "if needed & {*equation.outvars}:",
+            "if True:",
             KNOWN,
         ),
         (

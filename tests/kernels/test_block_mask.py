@@ -161,6 +161,21 @@ def test_beside_other_masks():
 WHOLE = {"implementation": "reference", "precision": "highest"}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constants_that_are_no_integers(backend):
+    """NaN and infinities, which have no sign, or no largest integer."""
+    functions = (
+        lambda b, h, q, kv: q * jnp.nan != kv,
+        lambda b, h, q, kv: q <= jnp.where(kv > 4, jnp.inf, 1.0),
+        lambda b, h, q, kv: (kv // 16 * 1.0 + jnp.inf > q * 1.0) & (kv % 32 < 16),
+        lambda b, h, q, kv: jnp.minimum(q * 1.0, -jnp.inf) < kv // 16 % 2,
+    )
+    for mask_mod in functions:
+        expected = attention(*ARRAYS, mask_mod=mask_mod, **WHOLE)
+        found = attention(*ARRAYS, mask_mod=mask_mod, **BACKENDS[backend])
+        check([found], [expected])
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_heads_of_a_group_as_rows(given):
     """Few queries: blocks of rows then hold queries of several heads."""

@@ -100,4 +100,6 @@ def _both(kinds: list, keeps: str) -> frozenset[str]:
 
 
 def _sign(x: Any) -> int:
-    return int(np.sign(x)) if isinstance(x, np.ndarray | np.generic) else 0
+    """Of a constant; 0 of what has none, or is not known."""
+    is_number = isinstance(x, np.ndarray | np.generic) and not np.isnan(x)
+    return int(np.sign(x)) if is_number else 0

@@ -297,8 +297,9 @@ _CORNERS = {
 def _ends(program: Program, value: Argument, known: Mapping[str, Ends]) -> Ends | None:
     """Between which numbers an int32 is, if it and its parts are known."""
     if isinstance(value, Constant):
-        number = int(value.value)
-        return (number, number) if value.dtype == "int32" else None
+        if value.dtype != "int32":  # an infinite or a missing number is no integer
+            return None
+        return (int(value.value),) * 2
     if value < len(program.inputs):
         return known.get(program.inputs[value])
     step = program.steps[value - len(program.inputs)]
