@@ -299,7 +299,8 @@ def _ends(program: Program, value: Argument, known: Mapping[str, Ends]) -> Ends 
     if isinstance(value, Constant):
         if value.dtype != "int32":  # an infinite or a missing number is no integer
             return None
-        return (int(value.value),) * 2
+        number = int(value.value)
+        return number, number
     if value < len(program.inputs):
         return known.get(program.inputs[value])
     step = program.steps[value - len(program.inputs)]
