@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.core.axes import Named
 
-# Of all results of equations, which XLA would not keep: 0.2 s.
+# Of all results of equations: 0.1 s of integers on one core (benchmarks/lab/138).
 _MOST_ELEMENTS = 2**26
 
 
@@ -113,8 +113,10 @@ def _quotient(params, x, y):
 
 
 def _remainder(params, x, y):
-    found = np.fmod(x, np.where(y == 0, 1, y) if x.dtype.kind != "f" else y)
-    return found if x.dtype.kind == "f" else np.where(y == 0, x, found)
+    """With the sign of x; of integers by none, x."""
+    if x.dtype.kind == "f":
+        return np.fmod(x, y)
+    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y)))
 
 
 def _shifted(function: Callable, beyond: Callable) -> Callable:
