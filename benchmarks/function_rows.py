@@ -111,6 +111,9 @@ def rows_of(
         for at, start in starts.items():
             if (program := attempt(at, start)) is not None:
                 started[at] = program
+        # Here, as its compiler would disturb the timings of other processes.
+        is_checked = shape.length <= _CHECKED
+        exact = _exact(example, operands, arrays) if is_checked else None
     with harness.alone():
         found = {
             at: results
@@ -120,8 +123,6 @@ def rows_of(
         timings, later = harness.time_interleaved(
             {at: started[at] for at in found}, rounds=rounds
         )
-    is_checked = shape.length <= _CHECKED
-    exact = _exact(example, operands, arrays) if is_checked else None
     rows = []
     for which, peer in itertools.product(PASSES, (OURS, *others)):
         at = which, peer

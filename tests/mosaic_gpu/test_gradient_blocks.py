@@ -176,9 +176,9 @@ def test_blocks_of_kernels_that_are_not_used_go_to_triton(field):
 
 def test_the_callers_blocks_are_not_slower_ones():
     """As of the forward: a caller that sets blocks gets the kernel that has them."""
-    few = explained((8, 512, 16), 64, None)
+    few = explained((8, 448, 16), 64, None)
     assert "backward: triton (not mosaic_gpu: about" in few
-    more = explained((8, 512, 16), 64, Config(dkv=Blocks(64, 64, 4, 2)))
+    more = explained((8, 448, 16), 64, Config(dkv=Blocks(64, 64, 4, 2)))
     assert "backward: mosaic_gpu" in more
     lengths = {"key_value_seq_lengths": np.full(64, 150, np.int32)}
     wide = explained((64, 160, 8), 256, None, **lengths)

@@ -206,7 +206,8 @@ def test_a_table_that_was_sent_is_adopted(tmp_path):
     plain, old = found["crossovers"]["plain"], before["crossovers"]["plain"]
     assert (plain["63"]["forward"], plain["64"]) == (96, old["64"])
     assert plain["63"]["backward"] == old["63"]["backward"]
-    of_before = old["63"]["measured"]
+    _, found_before, of_before = old["63"]["measured"].partition("; backward: ")
+    assert found_before
     assert plain["63"]["measured"] == f"forward: {note}; backward: {of_before}"
     uneven = found["crossovers"]["uneven"]["256"]
     assert uneven == {"forward": None, "backward": 1, "measured": note}
