@@ -30,8 +30,9 @@ from pallas_kernels.core.ranges import Range, divide, maximum, minimum
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
-# Times the mean, above which a block has many visits. Of a causal mask none has.
-MANY_VISITS = 4
+# Times the mean, above which a block has many visits. Of a causal mask none has more
+# than two. Timed in benchmarks/lab/138-fewer-passes-before-lists.md.
+MANY_VISITS = 3
 
 
 class Sharing(NamedTuple):

@@ -235,3 +235,7 @@ def test_blocks_with_many_visits():
     assert many_known(spec_of(mask), SIZE, rows) == 2
     assert many_known(spec_of(MASKS["dilated"]), SIZE, rows) == 0
     assert many_known(spec_of(MASKS["prefix"]), SIZE, rows) == 0
+    # A block of global keys beside windows of a quarter: three times the mean.
+    quarter = lambda b, h, q, kv: (q >= kv) & ((q - kv < 128) | (kv < 16))  # noqa: E731
+    size, rows = {"t": 512, "s": 512}, {"t": 32, "s": 32}
+    assert many_known(spec_of(quarter), size, rows) == 1

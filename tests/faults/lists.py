@@ -72,6 +72,12 @@ MUTANTS = [
     *of(
         "pallas_kernels/core/visits.py",
         (
+            "global keys beside windows of a quarter have one program",
+            "MANY_VISITS = 3",
+            "MANY_VISITS = 4",
+            KNOWN,
+        ),
+        (
             "which blocks have many visits is asked of no list",
             "return int(np.max(many.value)) if isinstance",
             "return int(np.min(many.value) * 0) if isinstance",
