@@ -158,6 +158,11 @@ class Call:
         return self.config is not None and self.config.invariant
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether sums of gradients must have one order (`Config`)."""
+        return self.config is None or self.config.deterministic
+
+    @property
     def differentiable(self) -> dict[str, Named]:
         """What has a gradient, by name: query, key, value, operands of the score, sink.
 

@@ -40,6 +40,7 @@ class Launch:
       interpret: run in Pallas's interpreter.
       splits: of the caller's `Config`.
       invariant: likewise, of the forward kernel.
+      deterministic: likewise, of the backward kernels.
     """
 
     blocks: Blocks
@@ -48,6 +49,7 @@ class Launch:
     interpret: bool
     splits: int | None = None
     invariant: bool = False
+    deterministic: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jax_flash2 import Context, attention
+from jax_flash2 import Config, Context, attention
 from pallas_kernels.mosaic_gpu import ampere, blackwell
 from tests.lowering import described_as_here, lower_for_gpu, string_attributes
 
@@ -131,6 +131,8 @@ def variants() -> dict[str, tuple[tuple[int, ...], int, dict]]:
     for h in (64, 128):
         found[f"head size {h}, causal, 2 key heads"] = ((*shape, h), 2, causal)
         found[f"head size {h}, causal, T 2048"] = ((8, 2048, 16, h), 16, causal)
+        free = {**causal, "config": Config(deterministic=False)}
+        found[f"head size {h}, causal, any order"] = ((*shape, h), 16, free)
         for layout, stripe in (("stripes", 256), ("one run", None)):
             ring = {**causal, "context": Context("x", stripe, "ring")}
             found[f"head size {h}, causal, ring of {layout}"] = ((*shape, h), 16, ring)

@@ -72,6 +72,10 @@ class Turn(NamedTuple):
     accumulator: Any
     before: Any
 
+    def waits_for(self, *, in_order: bool):
+        """How many must be done: all before it, or the first alone, which stores."""
+        return self.before if in_order else minimum(self.before, 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:

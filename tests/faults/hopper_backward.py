@@ -13,8 +13,45 @@ SHARED = "tests/kernels/test_block_mask.py -m '' -k 'mosaic_gpu_kernels and shar
 SHARES = "tests/mosaic_gpu/test_listed_visits.py -k share"
 OF_BIAS = "tests/mosaic_gpu/test_interpreted.py -m '' -k parts_of_a_bias"
 OF_TABLE = "tests/mosaic_gpu/test_functions.py -m '' -k table"
+ORDER = "tests/mosaic_gpu/test_any_order.py"
 
 MUTANTS = [
+    *of(
+        "pallas_kernels/mosaic_gpu/tiles.py",
+        (
+            "in any order none waits for the one that stores",
+            "self.before if in_order else minimum(self.before, 1)",
+            "self.before if in_order else minimum(self.before, 0)",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/backward.py",
+        (
+            "there is never an order",
+            "in_order = plan.launch.deterministic",
+            "in_order = False",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/backward_plan.py",
+        (
+            "several accumulators of dq without an order",
+            "if launch.deterministic:",
+            "if launch:",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/__init__.py",
+        (
+            "the caller's wish for any order is lost",
+            '{"deterministic": call.is_deterministic}',
+            '{"deterministic": True}',
+            ORDER,
+        ),
+    ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (

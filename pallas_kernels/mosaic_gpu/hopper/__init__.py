@@ -153,8 +153,10 @@ def _backward_plan(call: Call) -> Plan | Declined:
         makes_gradient = not isinstance(gradient_blocks.of_operand(call), str)
         known = _programs(call), memory.copies_operands(call.size)
         slower = tuning.slower_backward(call, *known, makes_gradient=makes_gradient)
-    divided = filter(None, [words("dkv", layout.parts)])
-    return _Plan(launch, slower, tuple(divided), launches.get("dq"))
+    notes = [words("dkv", layout.parts)]
+    if "backward" in launches and not launch.deterministic:
+        notes.append("dq: blocks of keys add to it in any order")
+    return _Plan(launch, slower, tuple(filter(None, notes)), launches.get("dq"))
 
 
 def _tangent_plan(call: Call) -> Plan | Declined:
@@ -217,8 +219,8 @@ def _with_table(spec, blocks: Blocks, size, **options):
     return spec.with_table("s", *rows, **options)
 
 
-def _launch(blocks: Blocks, precision, splits: int | None) -> Launch:
-    return Launch(blocks, precision, _ARITHMETIC, False, splits)
+def _launch(blocks: Blocks, precision, splits: int | None, **options) -> Launch:
+    return Launch(blocks, precision, _ARITHMETIC, False, splits, **options)
 
 
 def _backward_launches(call: Call, blocks: Mapping[str, Blocks]) -> dict[str, Launch]:
@@ -228,8 +230,9 @@ def _backward_launches(call: Call, blocks: Mapping[str, Blocks]) -> dict[str, La
     # The work of `dq` is not divided. For heads above 128 `backward` has no room for
     # sums in float32.
     whole = {"dq", *(() if divided else ("backward",))}
+    options = {"deterministic": call.is_deterministic}
     return {
-        kernel: _launch(x, call.precision, 1 if kernel in whole else splits)
+        kernel: _launch(x, call.precision, 1 if kernel in whole else splits, **options)
         for kernel, x in blocks.items()
     }
 

@@ -39,6 +39,8 @@ thread block before it, and none waits for another's end (`tiles.Tiles`):
 
 Where much of the time would pass before all have had their first turn, dq is the sum of
 a few accumulators, and every other thread block, or every fourth, adds to the same one.
+With `Config(deterministic=False)` a thread block waits for the one that stores alone,
+and all others add in any order.
 
 Of a mask of lists some blocks of keys may have far more visits than others, as global
 keys among windows. Such a block comes last of its head, and several thread blocks share
@@ -188,7 +190,9 @@ def _add_tile(program: Program, tile, part, turn: Turn) -> None:
         here["t"] = Rows(here["t"].start + part * ROWS, ROWS)
         source = plan.dq_part.of(part, source)
     semaphore, barrier = program.semaphores.at[number], program.dq_barrier(tile, part)
-    plgpu.semaphore_wait(semaphore, turn.before, decrement=False, memory_scope="gpu")
+    in_order = plan.launch.deterministic
+    done = turn.waits_for(in_order=in_order)
+    plgpu.semaphore_wait(semaphore, done, decrement=False, memory_scope="gpu")
     plgpu.barrier_wait(refs.dq_full.at[barrier])
 
     @pl.when(turn.before == 0)
@@ -201,5 +205,12 @@ def _add_tile(program: Program, tile, part, turn: Turn) -> None:
 
     wait_until_stored()
     plgpu.barrier_arrive(refs.dq_empty.at[barrier])
-    plgpu.wait_smem_to_gmem(0)
-    plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+
+    def tell():
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(semaphore, 1, memory_scope="gpu")
+
+    if in_order:
+        tell()
+    else:
+        pl.when(turn.before == 0)(tell)

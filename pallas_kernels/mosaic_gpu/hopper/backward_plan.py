@@ -59,12 +59,15 @@ class Plan(gradients.Plan):
         }
         layout = KeyGrid.of("dkv", operands, launch, **options)
         dtype, width = inputs.q.dtype, tuning.head_tiles(layout.size)
+        accumulators = 1  # without an order none waits for its turn
+        if launch.deterministic:
+            accumulators = tuning.dq_accumulators(spec, layout)
         return cls(
             launch,
             layout,
             consumers=launch.blocks.block_kv // ROWS,
             dtype=dtype,
-            dq_accumulators=tuning.dq_accumulators(spec, layout),
+            dq_accumulators=accumulators,
             in_float32=bool(layout.parts) or outputs[1].dtype != dtype,
             drops_keys=spec.drops_keys,
             overlaps_exponents=tuning.overlaps_exponents(width, spec),
