@@ -12,17 +12,14 @@ import pytest
 from jax_flash2 import Blocks, Config, _chunked, attention
 from pallas_kernels.core import flash2
 from tests import oracle, tolerances
-from tests.cases import BACKENDS, CASES, ON_GPU, WITH_BLOCKS, Case, by_name
-from tests.kernels.runners import ALL, DTYPES, RUNNERS
+from tests.cases import BACKENDS, CASES, ON_GPU, Case, by_name
+from tests.kernels.runners import ALIKE, ALL, DTYPES, RUNNERS
 from tests.tiers import MAINLY_XLA, deeply
 from tests.tolerances import cotangents_for
 
 
 def _problems():
-    """All cases in all dtypes where the kernels are compiled.
-
-    Elsewhere every case runs in one dtype, the next case in the next.
-    """
+    """All cases, in all dtypes where kernels are compiled; elsewhere in turns."""
     for number, case in enumerate(ALL):
         for name, runner in RUNNERS.items():
             for dtype, deep_too in runner.problems(case, number):
@@ -37,10 +34,10 @@ def test_error_rule(case, dtype, runner, record_property):
     runner.check(runner.shaped(case), dtype, record_property)
 
 
-@pytest.mark.parametrize("backend", WITH_BLOCKS)
+@pytest.mark.parametrize("backend", ["xla_blocks", *deeply(*BACKENDS)])
 @pytest.mark.parametrize("rows", [{"s": 4096}, {"t": 4096}], ids=["keys", "queries"])
 def test_long_sums_are_in_float32(backend, rows, record_property):
-    """Of 4,096 terms, where a sum in bfloat16 would lose most of them."""
+    """Of 4,096 terms, where a sum in bfloat16 would lose most; see `test_sums`."""
     case = Case("long", **{"t": 8, "s": 8, "batch": (1,), "n": 1, "k": 1, **rows})
     check_error_rule(case, "bfloat16", [backend], record_property)
 
@@ -51,7 +48,7 @@ def check_error_rule(case, dtype, backends, record_property, **more):
 
 
 @pytest.mark.parametrize("rows", [32, 1024], ids=["loop", "one_block"])
-@pytest.mark.parametrize("name", ["mqa", "alibi_alone", "dropout"])
+@pytest.mark.parametrize("name", ["mqa", "dropout", *deeply("alibi_alone")])
 def test_whole_rows_as_gpus_get_them(name, rows, monkeypatch, record_property):
     """Of the xla backend, which leaves a softmax that is whole to XLA there."""
     monkeypatch.setattr(_chunked, "_on_cpu", lambda: False)
@@ -146,10 +143,12 @@ def _dense_mask(shape, arguments):
     return keep
 
 
+# Of which the first three, which are pairwise, have every feature.
+WORDED = [c for c in CASES if c.h <= 40 and not c.has("dropout_rate")]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [c for c in CASES if c.h <= 40 and not c.has("dropout_rate")],
-    ids=lambda case: case.name,
+    "case", [*WORDED[:3], *deeply(*WORDED[3:])], ids=lambda case: case.name
 )
 def test_oracle_against_words(case):
     """The oracle itself, against the documentation followed pair by pair."""
@@ -218,7 +217,7 @@ def test_zero_heads_and_batch(backend):
     assert attention(*[jnp.ones((0, 3, 2, 8))] * 3, **options).shape == (0, 3, 2, 8)
 
 
-@pytest.mark.parametrize("backend", [*MAINLY_XLA, "reference"])
+@pytest.mark.parametrize("backend", [*MAINLY_XLA, *deeply("reference")])
 def test_fully_masked_rows(backend):
     """Rows without keys: output 0, lse -inf, gradients 0, whatever the cotangents."""
     options = BACKENDS.get(backend, {"implementation": "reference"})
@@ -302,7 +301,7 @@ def _masked():
     """(name, runner), but by threads: `tests.mosaic_gpu.test_interpreted` has those."""
     for label, runner in RUNNERS.items():
         for name in () if runner.by_threads else DROPPING:
-            deep_too = name in ("rows", "heads")
+            deep_too = name in ("rows", "heads") or label in ALIKE
             deep_too |= name == "entries" and runner.one_of_each
             yield runner.param(name, id=f"{name}-{label}", deep_too=deep_too)
 
@@ -376,7 +375,7 @@ def test_segments_do_not_touch_each_other(backend, change, small_blocks):
         assert not np.array_equal(before[name], after[name])
 
 
-@pytest.mark.parametrize("name", ["everything_learnt", "lengths_causal"])
+@pytest.mark.parametrize("name", ["everything_learnt", *deeply("lengths_causal")])
 def test_float64(name):
     """Under x64 the xla backend takes and gives float64."""
     case = by_name(name)
@@ -409,7 +408,7 @@ def test_bias_gradient_takes_the_memory_of_the_bias(small_blocks):
     assert compiled.memory_analysis().temp_size_in_bytes < every / 4
 
 
-@pytest.mark.parametrize("backend", [*MAINLY_XLA, "reference"])
+@pytest.mark.parametrize("backend", [*MAINLY_XLA, *deeply("reference")])
 def test_bias_of_minus_infinity_masks(backend):
     options = BACKENDS.get(backend, {"implementation": "reference"})
     arrays, _ = by_name("plain").inputs(jnp.float32)

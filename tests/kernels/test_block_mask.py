@@ -80,7 +80,7 @@ def check(found, expected, tolerance=2e-5):
         *deeply(("documents", 48), ("nothing", 64)),
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["triton", *deeply("xla")])
 def test_lists_that_are_given(mask, block, backend):
     block_mask = make_block_mask(MASKS[mask], B, N, T, S, block_size=block)
     bias = array(N, T, S)
@@ -146,6 +146,7 @@ def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
         assert error <= 0.02 * np.max(np.abs(x)), name
 
 
+@deep
 def test_beside_other_masks():
     """The lists of a call are then of what all keep; full blocks are not for one."""
     ids = jnp.asarray(np.arange(B * T).reshape(B, T) // 17, jnp.int32)
@@ -161,6 +162,7 @@ def test_beside_other_masks():
 WHOLE = {"implementation": "reference", "precision": "highest"}
 
 
+@deep
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_constants_that_are_no_integers(backend):
     """NaN and infinities, which have no sign, or no largest integer."""
@@ -176,7 +178,7 @@ def test_constants_that_are_no_integers(backend):
         check([found], [expected])
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [False, *deeply(True)])
 def test_heads_of_a_group_as_rows(given):
     """Few queries: blocks of rows then hold queries of several heads."""
     q, k, v = array(1, 20, 4, 16), array(1, 64, 2, 16), array(1, 64, 2, 16)
@@ -278,6 +280,7 @@ def test_meshes(kind, spec):
     check([np.asarray(found)], [expected])
 
 
+@deep
 def test_lists_are_operands_of_the_kernels():
     """No call makes those that are given, or known while it is traced."""
     x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)

@@ -74,18 +74,17 @@ def test_few_queries(names, splits, record_property):
     _check(Case("few", _with(*names), **sizes), dtype, splits, record_property)
 
 
+@deep
 @pytest.mark.parametrize("splits", [2, *compiled(3, 5)])
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [
         (("causal", "sinks"), {"n": 1, "k": 1, "t": 33}),
-        *deeply(
-            (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
-            (("causal",), {"n": 6, "k": 1}),
-            (("window", "segments"), {"n": 4, "k": 2}),
-            (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
-            (("mask", "offset"), {"n": 3, "k": 1, "t": 21}),
-        ),
+        (("bias", "lengths"), {"n": 2, "k": 2, "batch": (5,)}),
+        (("causal",), {"n": 6, "k": 1}),
+        (("window", "segments"), {"n": 4, "k": 2}),
+        (("dropout", "soft_cap", "alibi"), {"n": 4, "k": 1}),
+        (("mask", "offset"), {"n": 3, "k": 1, "t": 21}),
     ],
     ids=lambda x: "_".join(x) if isinstance(x, tuple) else "",
 )
@@ -123,6 +122,7 @@ def test_same_bits(t, names, splits):
         jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@deep
 def test_a_rows_bits_do_not_depend_on_its_batch():
     """With division and blocks fixed; else they may follow the number of programs."""
     case = Case("batch", batch=(7,), t=1, s=64 * TIMES, n=4, k=2)
@@ -138,8 +138,9 @@ def test_a_rows_bits_do_not_depend_on_its_batch():
         np.testing.assert_array_equal(together[i : i + 1], alone)
 
 
-@pytest.mark.parametrize("has_sink", [False, True])
-@pytest.mark.parametrize("parts", [3, 130])
+@pytest.mark.parametrize(
+    ("parts", "has_sink"), [(130, True), *deeply((3, False), (3, True), (130, False))]
+)
 def test_many_parts_are_merged(parts, has_sink):
     """As `flash2.merge` does it at once; the kernel takes up to 64 parts in a turn."""
     rng = np.random.default_rng(parts)

@@ -217,7 +217,7 @@ def _pools(arrays, page: int, entries: int, seed: int):
     ("page", "entries", "size"),
     [(16, 7, 1), *deeply((8, 20, 7), (64, 2, 1), (1, 100, 7))],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["triton", *deeply(*BACKENDS[1:])])
 def test_pages_hold_what_a_dense_call_has(backend, page, entries, size):
     """Decoding and chunks against pages in any order; a call against all rows."""
     options = _options(backend, invariant=True)
@@ -255,7 +255,8 @@ def test_a_ragged_batch_has_the_same_bits(backend):
     _assert_equal(found, expected, "a ragged batch")
 
 
-@pytest.mark.parametrize("backend", ["xla", *deeply("triton")])
+@deep
+@pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.skipif(ON_GPU, reason="xla declines")
 def test_vmap_changes_no_bit(backend):
     """Over queries alone, and over keys alone."""
@@ -294,7 +295,7 @@ def test_parts_of_the_keys_are_the_same_whoever_makes_them(largest, monkeypatch)
             np.testing.assert_array_equal(one, first)
 
 
-@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("is_paged", [False, *deeply(True)], ids=["dense", "paged"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_neighbour_changes_no_row(backend, is_paged):
     """Without `invariant`: of a block, one row begins again and others do not."""

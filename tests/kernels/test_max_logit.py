@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from tests.cases import by_name
-from tests.kernels.runners import RUNNERS, WITH_GRADIENTS
+from tests.kernels.runners import ALIKE, RUNNERS, WITH_GRADIENTS
 
 # Of several blocks of keys in each kernel: most of the largest scores are in those that
 # have no running maximum.
@@ -18,8 +18,8 @@ _KERNELS = [name for name in WITH_GRADIENTS if name.startswith("mosaic_gpu")]
 
 
 def _params():
-    for name in ("reference", "proof", *_KERNELS):
-        yield RUNNERS[name].param(LONG, id=f"long-{name}")
+    for name in (*ALIKE, *_KERNELS):
+        yield RUNNERS[name].param(LONG, id=f"long-{name}", deep_too=name in ALIKE)
     for name, case in (
         ("proof", by_name("everything")),
         *((x, by_name("mask_full")) for x in _KERNELS),

@@ -134,6 +134,7 @@ def check(found, expected, bound=3e-6):
 
 
 FEW = [("computed", "times"), ("table", "window"), ("of_rows", "neighbours")]
+FIRST = dict(zip(("xla", "blocks", "triton"), FEW, strict=True))
 MANY = [
     *((name, "none") for name in SCORES),
     *((None, mask) for mask in MASKS if mask != "none"),
@@ -141,13 +142,12 @@ MANY = [
 
 
 def _dense_cases():
-    """Each function in loops and in kernels; a few in the first tier."""
+    """Each function in loops and in kernels; one of each in the first tier."""
     for backend, pair in itertools.product(BACKENDS, (*FEW, *MANY)):
         if pair in MANY and backend in ("xla", "reference"):
             continue
-        first = pair in FEW and backend != "reference"
-        first &= (backend, pair[0]) != ("triton", "computed")
-        yield pytest.param(backend, *pair, marks=[] if first else deep)
+        marks = [] if pair == FIRST.get(backend) else deep
+        yield pytest.param(backend, *pair, marks=marks)
 
 
 @pytest.mark.parametrize(("backend", "score", "mask"), list(_dense_cases()))
@@ -191,6 +191,7 @@ def test_indices_that_are_read_beforehand_begin_at_the_offset():
     check([found], [dense(*ARRAYS, **mask, offset=9)], 1e-5)
 
 
+@deep
 def test_an_offset_for_each_entry():
     make, captured = SCORES["table"]
     options = {**BACKENDS["blocks"], "query_offset": jnp.array([3, 11])}
@@ -227,7 +228,7 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize(
-    "name", ["documents", "soft_cap", "alibi", *deeply("causal", "window", "bias")]
+    "name", ["documents", "alibi", *deeply("causal", "window", "soft_cap", "bias")]
 )
 def test_what_is_built_in_is_the_same(name):
     """Beside dropout, lengths and a sink."""
@@ -359,7 +360,7 @@ def test_maps_and_derivatives():
         check([found()], [expected()], 2e-5)
 
 
-@pytest.mark.parametrize("backend", ["blocks", "reference", *deeply("triton")])
+@pytest.mark.parametrize("backend", ["blocks", *deeply("reference", "triton")])
 def test_nan_outside_of_a_mask_stays_there(backend):
     """Of the function, and of its derivative, beyond the rows, too."""
 

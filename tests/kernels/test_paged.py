@@ -1,5 +1,7 @@
 """Keys in pages, on every backend that reads them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,18 +13,20 @@ from pallas_kernels.core import nibbles
 from pallas_kernels.triton import packed, support
 from tests.cases import ON_GPU
 from tests.paged import E4M3, E5M2, INT4, INT8, PROBLEMS, by_name, only
-from tests.tiers import deep
+from tests.tiers import deep, deeply
 
 # Interpreted kernels take seconds each: these have every path between them.
-FIRST = ("small_pages_window", "int8_parts_starts", "ragged_int8", "latent")
-FIRST = (*FIRST, "int4_parts")
+FIRST = {
+    "triton": ("small_pages_window", "ragged_int8", "latent", "int4_parts"),
+    "xla": tuple(problem.name for problem in PROBLEMS),
+    "reference": ("int8_parts_starts",),
+}
 
 
 def _runs():
     for problem in PROBLEMS:
-        for backend in ("triton", "xla", "reference"):
-            first = ON_GPU or backend == "xla" or problem.name in FIRST
-            first = first and (backend != "reference" or problem.name == FIRST[1])
+        for backend, names in FIRST.items():
+            first = problem.name in names or (ON_GPU and backend == "triton")
             if backend == "triton" and problem.name == "int4_small_heads":
                 continue  # its pieces of heads are too small
             marks = [] if first else [deep]
@@ -70,9 +74,16 @@ def test_bits_do_not_depend_on_where_pages_lie(backend):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("options", [{}, {"local_window_size": (20, 0)}], ids=str)
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("backend", ["xla", "reference", "triton"])
+WINDOW = {"local_window_size": (20, 0)}
+BEYOND = [("xla", 1, {}), ("xla", 3, WINDOW), ("triton", 3, WINDOW)]
+OTHERS = itertools.product(("xla", "reference", "triton"), (1, 3), ({}, WINDOW))
+
+
+@pytest.mark.parametrize(
+    ("backend", "queries", "options"),
+    [*BEYOND, *deeply(*(x for x in OTHERS if x not in BEYOND))],
+    ids=str,
+)
 def test_lengths_beyond_the_rows_that_there_are(backend, queries, options):
     """They count as none, or as all: the same bits."""
     rng = np.random.default_rng(0)

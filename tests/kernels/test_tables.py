@@ -23,7 +23,7 @@ from tests.kernels.test_mods import (
     results,
 )
 from tests.lowering import lower_for_gpu
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 
 @pytest.mark.parametrize("backend", ["triton", *deeply("blocks", "reference")])
@@ -45,7 +45,9 @@ def test_gradients_of_tables_have_one_order(score):
     assert "scatter" not in run.lower(ARRAYS, captured).as_text()
 
 
-@pytest.mark.parametrize("context", [Context("x", None, "ring"), Context("x", 8)])
+@pytest.mark.parametrize(
+    "context", [Context("x", None, "ring"), *deeply(Context("x", 8))]
+)
 def test_gradients_where_rows_are_on_several_devices(context):
     """A ring of rows that follow one another; halos, of which each has several."""
     q, k, v = (x[:, :32] for x in ARRAYS)
@@ -83,7 +85,8 @@ def test_an_index_beyond_a_table_is_clamped():
     check(jax.jit(run)(ARRAYS, captured), exact(make, None, captured), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["int8", *deeply("uint8", "int16", "uint32")])
+@deep
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_an_index_may_have_few_bits(dtype):
     """The table has more elements than they can number."""
     table, places = PAIRS.reshape(-1), jnp.arange(45, dtype=dtype)
@@ -93,7 +96,7 @@ def test_an_index_may_have_few_bits(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float8_e4m3fn", "bfloat16", *deeply("float16", "float8_e5m2")]
+    "dtype", ["float8_e4m3fn", *deeply("bfloat16", "float16", "float8_e5m2")]
 )
 def test_masks_may_compare_floats_of_few_bits(dtype):
     """As they are, or as float32."""

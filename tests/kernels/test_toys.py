@@ -27,11 +27,11 @@ from tests import tolerances
 from tests.cases import ON_GPU, PAIRWISE, WITH_BLOCKS, Case, by_name
 from tests.core import test_counts
 from tests.divided import Divided
-from tests.kernels.runners import WITH_GRADIENTS, Runner
+from tests.kernels.runners import ALIKE, WITH_GRADIENTS, Runner
 from tests.kernels.test_attention import check_same_bits
 from tests.lowering import on_gpu
 from tests.mosaic_gpu import test_visits
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 from tests.toy_mask import Chunks
 from tests.toy_score import Gain, InNumPy
 
@@ -92,9 +92,9 @@ def _problems():
     """One in the first tier, but for kernels that are interpreted by threads."""
     for case in (by_name("causal_offset_batch"), *PAIRWISE[:: 1 if ON_GPU else 6]):
         for name, runner in WITH_GRADIENTS.items():
-            deep_too = case in PAIRWISE
-            if deep_too or not runner.by_threads:
+            if case in PAIRWISE or not runner.by_threads:
                 label = f"{case.name}-{name}"
+                deep_too = case in PAIRWISE or name in ALIKE
                 yield runner.param(case, id=label, deep_too=deep_too)
 
 
@@ -117,7 +117,7 @@ def test_error_rule(case, runner, toy):
 
 @pytest.mark.parametrize(
     "runner",
-    [x.param(id=name, deep_too=x.by_threads) for name, x in WITH_GRADIENTS.items()],
+    [x.param(id=name, deep_too=x.one_of_each) for name, x in WITH_GRADIENTS.items()],
     indirect=True,
 )
 def test_keys_in_holes_may_hold_nan(runner):
@@ -166,7 +166,7 @@ def test_kernels_are_chosen_by_its_traits():
     assert "about 240 keys for a query are few" in few
 
 
-@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("method", ["ring", *deeply("gather", "heads")])
 @pytest.mark.parametrize("stripe", [32, *deeply(None)])
 def test_rows_on_several_devices(method, stripe):
     """Positions are those among all rows."""
@@ -180,6 +180,7 @@ def test_rows_on_several_devices(method, stripe):
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@deep
 def test_combined_masks():
     """`&` and `|` of atoms with ranges and without, as the masks of their pairs."""
     rng = np.random.default_rng(0)
