@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_flash2 import attention, explain, flax_attention, merge
 from tests.cases import BACKENDS, ON_GPU
-from tests.tiers import MAINLY_XLA
+from tests.tiers import MAINLY_XLA, deeply
 
 T = 20
 
@@ -124,9 +124,17 @@ def strongly_typed(tree):
     return [not x.weak_type for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("backend", [*MAINLY_XLA, "reference"])
-def test_weak_types_go_no_further(backend, jit):
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        *(("xla", "eager"), ("xla", "jit"), ("reference", "jit")),
+        *deeply(("reference", "eager")),
+        *deeply(
+            *((x, way) for x in BACKENDS if x != "xla" for way in ("eager", "jit"))
+        ),
+    ],
+)
+def test_weak_types_go_no_further(backend, way):
     """Results, gradients and tangents are float32 for good, as other arrays are."""
     options = BACKENDS.get(backend, {"implementation": "reference"})
 
@@ -140,7 +148,7 @@ def test_weak_types_go_no_further(backend, jit):
             found.append(jax.jvp(call, (arrays,), (arrays,)))
         return found
 
-    run = jax.jit(run) if jit else run
+    run = jax.jit(run) if way == "jit" else run
     found = run(weak_operands())
     assert all(strongly_typed(found))
     strong = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), weak_operands())

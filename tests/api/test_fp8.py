@@ -15,6 +15,7 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests import oracle
 from tests.cases import ON_GPU
+from tests.tiers import deeply
 
 E4M3 = jnp.float8_e4m3fn
 SCALES = ("query_scale", "key_scale", "value_scale")
@@ -68,15 +69,18 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name", [*(x for x in ARGUMENTS if x != "causal"), *deeply("causal")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operands_of_eight_bits(backend, name):
     """Against float64 of the numbers that they stand for."""
     if backend == "mosaic_gpu" and name == "soft_cap_and_sinks":
         pytest.skip("its kernel has neither")
     arguments, narrow, scales, wide = ARGUMENTS[name](), [], {}, []
+    quantize = jax.jit(quantize_kv, static_argnums=(1, 2))
     for x, scale in zip(operands(), SCALES, strict=True):
-        q, found = quantize_kv(x, E4M3, (1, 3))
+        q, found = quantize(x, E4M3, (1, 3))
         narrow.append(q)
         scales[scale] = found[:, 0]
         wide.append(np.asarray(q, np.float64) * np.asarray(found)[..., None])
@@ -92,12 +96,12 @@ def test_scales_of_any_shape():
     """A number, one for each head, or for each batch entry and head."""
     q, k, v = (x.astype(E4M3) for x in operands())
     call = functools.partial(attention, implementation="xla")
-    of_heads = jnp.float32([1.0, 2.0])
+    of_heads = np.float32([1.0, 2.0])
     found = [
         call(q, k, v, query_scale=0.5, key_scale=key, value_scale=value)
         for key, value in (
             (of_heads, 3.0),
-            (jnp.stack([of_heads] * 2), jnp.full(K, 3.0)),
+            (np.stack([of_heads] * 2), np.full(K, 3.0, np.float32)),
         )
     ]
     np.testing.assert_array_equal(*found)
@@ -118,21 +122,27 @@ def test_rotations_are_exact(size):
 def test_what_a_softmax_does_not_see(monkeypatch):
     """Without rounding, scores and values are what they were."""
     monkeypatch.setattr(quantise, "narrowed", lambda x, scale, dtype: x / scale)
-    q, k, v = operands(mean=3.0)
-    axes = ("b0", "t", "n", "h"), ("b0", "s", "k", "h"), ("b0", "s", "k", "d")
-    named = map(Named, (q, k, v), axes)
-    found = quantise.quantised(*named, AttentionSpec(Score(0.25)))
-    assert found.to_lse is not None and found.to_output is not None
-    scores = products(found.query.value, found.key.value)
-    unit = found.spec.score.key_scale.to(("b0", "n")).reshape(2, K, -1, 1, 1)
-    added = found.to_lse.to(("b0", "n", "t")).reshape(2, K, -1, T, 1)
-    assert error(scores * 0.25 * unit + added, products(q, k) * 0.25) < 0.01
-    values = found.value.to(("b0", "s", "k", "d")) * found.spec.value_scale.to(
-        ("b0", "s", "k", "d")
-    ) + found.to_output.to(("b0", "s", "k", "d"))
-    assert error(values, v) < 1e-5
-    spread = found.value.value.astype(jnp.float32)
-    assert abs(float(spread.mean()) / float(spread.std())) < 1e-3
+    arrays = operands(mean=3.0)
+
+    @jax.jit
+    def run(*arrays):
+        axes = ("b0", "t", "n", "h"), ("b0", "s", "k", "h"), ("b0", "s", "k", "d")
+        named = map(Named, arrays, axes)
+        found = quantise.quantised(*named, AttentionSpec(Score(0.25)))
+        assert found.to_lse is not None and found.to_output is not None
+        unit = found.spec.score.key_scale.to(("b0", "n")).reshape(2, K, -1, 1, 1)
+        added = found.to_lse.to(("b0", "n", "t")).reshape(2, K, -1, T, 1)
+        of_values = found.value, found.spec.value_scale, found.to_output
+        value, scale, mean = (x.to(("b0", "s", "k", "d")) for x in of_values)
+        narrow = found.query.value, found.key.value, found.value.value
+        return narrow, unit, added, value * scale + mean
+
+    (q, k, v), unit, added, values = run(*arrays)
+    exact = products(*arrays[:2]) * 0.25
+    assert error(products(q, k) * 0.25 * unit + added, exact) < 0.01
+    assert error(values, arrays[2]) < 1e-5
+    spread = np.float32(v)
+    assert abs(spread.mean() / spread.std()) < 1e-3
 
 
 def products(q, k) -> np.ndarray:
@@ -140,7 +150,7 @@ def products(q, k) -> np.ndarray:
     return np.einsum("btkgh,bskh->bkgts", q.reshape(2, T, K, -1, H), k)
 
 
-@pytest.mark.parametrize("name", ["normal", "outliers", "channels", "padded"])
+@pytest.mark.parametrize("name", ["outliers", "channels", "padded", *deeply("normal")])
 @pytest.mark.parametrize("backend", [x for x in BACKENDS if x != "reference"])
 def test_errors_of_quantising(backend, name):
     """What the docstring states, of normal numbers and of outliers."""
@@ -191,8 +201,8 @@ def test_derivatives_are_refused(argument):
     for derive in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
         with pytest.raises(TypeError, match=r"8 bits .* no derivatives: call jax"):
             derive(arguments[argument])
-    stopped = jax.grad(lambda x: loss(jax.lax.stop_gradient(x)))(arguments[argument])
-    assert not np.any(stopped)
+    stopped = jax.jit(jax.grad(lambda x: loss(jax.lax.stop_gradient(x))))
+    assert not np.any(stopped(arguments[argument]))
 
 
 def of_equal_heads():
@@ -205,7 +215,8 @@ def test_maps():
     """`vmap` over heads in the middle."""
     call, arrays = of_equal_heads()
     heads = jax.vmap(call, in_axes=1, out_axes=1)
-    assert error(jax.vmap(heads)(*arrays), call(*arrays)) < 0.01
+    found, expected = (jax.jit(f)(*arrays) for f in (jax.vmap(heads), call))
+    assert error(found, expected) < 0.01
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="fewer than 4 devices")

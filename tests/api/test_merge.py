@@ -1,5 +1,6 @@
 """`flash2.merge`: whole rows from results over parts of the keys."""
 
+import functools
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ import jax_flash2
 from jax_flash2 import attention
 from pallas_kernels.core import flash2
 from tests.cases import Case, by_name
-from tests.tiers import deep
+from tests.tiers import deep, deeply
 from tests.tolerances import exact
 
 CASE = Case("merged", t=20, s=48)
@@ -43,7 +44,7 @@ def _parts(case, borders, **options):
     return o, lse
 
 
-@pytest.mark.parametrize("borders", [(0, 48), (0, 5, 6, 40, 48)])
+@pytest.mark.parametrize("borders", [(0, 5, 6, 40, 48), *deeply(((0, 48),))])
 @pytest.mark.parametrize("name", ["plain", "causal", "mask_keys", "sinks"])
 def test_parts_of_the_keys_merge_to_the_whole(name, borders):
     case = by_name(name)
@@ -51,20 +52,25 @@ def test_parts_of_the_keys_merge_to_the_whole(name, borders):
     arrays, arguments = case.inputs(jnp.float32)
     zeros = np.zeros((2, 20, case.n, 16)), np.zeros((2, 20, case.n))
     expected = exact(arrays, zeros, arguments)
-    o, lse = flash2.merge(*_parts(case, borders))
+    o, lse = jax.jit(lambda: flash2.merge(*_parts(case, borders)))()
     np.testing.assert_allclose(o, expected["out"], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(lse, expected["lse"], rtol=2e-5, atol=2e-6)
 
 
+@functools.cache
+def _three_parts():
+    return jax.jit(lambda: _parts(CASE, (0, 7, 30, 48)))()
+
+
 def test_order_of_parts_is_no_matter():
-    o, lse = _parts(CASE, (0, 7, 30, 48))
+    o, lse = _three_parts()
     whole, again = flash2.merge(o, lse), flash2.merge(o[::-1], lse[::-1])
     for a, b in zip(whole, again, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_merged_parts_merge_again():
-    o, lse = _parts(CASE, (0, 7, 30, 48))
+    o, lse = _three_parts()
     first = flash2.merge(o[:2], lse[:2])
     pairs = zip(first, (o[2], lse[2]), strict=True)
     found = flash2.merge(*(jnp.stack(x) for x in pairs))
@@ -96,7 +102,7 @@ def test_merge_has_a_gradient():
         total = jax.scipy.special.logsumexp(lse, 0)
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(total))
 
-    found, expected = (jax.grad(f, (0, 1))(o, lse) for f in (merged, plain))
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(o, lse) for f in (merged, plain))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -114,7 +120,7 @@ def test_merge_of_pairs(dtype):
     sinks = jnp.asarray(rng.standard_normal(4), jnp.float32)
     for more in ({}, {"sinks": sinks}):
         found = jax.jit(_public)(o, lse, **more)
-        expected = flash2.merge(o.astype(jnp.float32), lse, *more.values())
+        expected = jax.jit(flash2.merge)(o.astype(jnp.float32), lse, *more.values())
         assert [x.dtype for x in found] == [jnp.dtype(dtype), jnp.float32]
         np.testing.assert_array_equal(found[0], expected[0].astype(dtype))
         np.testing.assert_array_equal(found[1], expected[1])
@@ -155,12 +161,17 @@ def test_gradients_of_parts_are_those_of_the_whole():
 
         return jax_flash2.merge(part(0, 7), part(7, 30), part(30, 48))
 
-    results = [jax.vjp(f, q, k, v) for f in (in_parts, whole)]
     rng = np.random.default_rng(0)
-    cotangents = [
-        jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in results[0][0]
-    ]
-    found, expected = ((out, vjp(tuple(cotangents))) for out, vjp in results)
+    cotangents = [rng.standard_normal(x).astype("f4") for x in (q.shape, q.shape[:-1])]
+
+    def results(function):
+        def run(*arrays):
+            out, vjp = jax.vjp(function, *arrays)
+            return out, vjp(tuple(map(jnp.asarray, cotangents)))
+
+        return jax.jit(run)(q, k, v)
+
+    found, expected = map(results, (in_parts, whole))
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -189,7 +200,7 @@ def test_gradients_beside_parts_without_keys():
             out, lse = function(*x)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(lse[0]))
 
-        return jax.grad(loss, (0, 1, 2))(q, k, v)
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
     for a, b in zip(gradients(in_parts), gradients(whole), strict=True):
         assert np.all(np.isfinite(a))

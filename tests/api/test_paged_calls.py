@@ -1,5 +1,7 @@
 """Calls of paged_attention, and of what writes into pages: errors and programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jax_flash2 import (
 from pallas_kernels.core import nibbles
 from tests.cases import ON_GPU
 from tests.paged import by_name
+from tests.tiers import deeply
 
 ATOL = 2e-2 if ON_GPU else 2e-6  # TF32
 B, T, N, K, H, P, PAGE, C = 2, 3, 4, 2, 16, 7, 8, 3
@@ -315,7 +318,7 @@ def test_heads_are_divided_over_devices():
     np.testing.assert_allclose(compiled(*divided), call(*arrays), atol=ATOL)
 
 
-@pytest.mark.parametrize("kind", [None, jnp.int8, jnp.int4, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [None, jnp.int4, *deeply(jnp.int8, jnp.float8_e4m3fn)])
 def test_tokens_one_by_one(kind):
     """A loop that samples is one program that copies no pool; as with a dense cache."""
     rng = np.random.default_rng(0)
@@ -395,7 +398,7 @@ def test_rows_are_rounded_by_the_scale_that_is_kept(heads):
         jnp.ones((5, 4, heads), "bfloat16"),
     )
     more = {"key_scale": scales, "value_scale": scales}
-    pools = append_to_pages(pool, pool, new, new, jnp.arange(20), **more)
+    pools = jax.jit(append_to_pages)(pool, pool, new, new, jnp.arange(20), **more)
     steps = np.asarray(pools[2], np.float64).reshape(20, heads, 1)
     found = np.asarray(pools[0], np.float64).reshape(new.shape) * steps
     assert np.all(np.abs(found - np.asarray(new)) <= 0.501 * steps)
@@ -406,23 +409,22 @@ def test_rows_are_written_where_the_layout_says(layout):
     size = {"P": 5, "S": 4, "K": K, "H": 8, "2": 2}
     rng = np.random.default_rng(0)
     new = jnp.asarray(rng.standard_normal((2, 3, K, 8)), jnp.float32)
-    slots = page_slots(
-        jnp.array([[4, 1], [2, 0]]), jnp.array([[2, 3, 4], [-1, 0, 9]]), 4
-    )
+    table, positions = np.array([[4, 1], [2, 0]]), np.array([[2, 3, 4], [-1, 0, 9]])
+    slots = page_slots(table, positions, 4)
     assert slots.tolist() == [[18, 19, 4], [-1, 8, -1]]
     pool = jnp.zeros([size[x] for x in layout])
     both = "2" in layout
-    found = append_to_pages(
-        pool, None if both else pool, new, 2 * new, slots, kv_layout=layout
-    )
+    append = functools.partial(append_to_pages, kv_layout=layout)
+    found = jax.jit(append)(pool, None if both else pool, new, 2 * new, slots)
     for i, factor in enumerate((1, 2)):
-        own, letters = found[i], layout
+        own, letters = np.asarray(found[0 if both else i]), layout
         if both:
-            own = jnp.take(found[0], i, axis=layout.index("2"))
+            own = np.take(own, i, axis=layout.index("2"))
             letters = layout.replace("2", "")
-        rows = jnp.transpose(own, [letters.index(x) for x in "PSKH"]).reshape(20, K, 8)
+        rows = np.transpose(own, [letters.index(x) for x in "PSKH"]).reshape(20, K, 8)
         expected = np.zeros((20, K, 8), np.float32)
-        for slot, row in zip(slots.ravel(), new.reshape(-1, K, 8), strict=True):
+        slots_and_rows = zip(np.ravel(slots), np.reshape(new, (-1, K, 8)), strict=True)
+        for slot, row in slots_and_rows:
             if slot >= 0:
                 expected[slot] = factor * row
         np.testing.assert_array_equal(rows, expected)

@@ -1,5 +1,7 @@
 """The calls of TPU servers, beside JAX's own reference of one of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,12 +54,12 @@ def test_sglang_is_version_3_of_other_pages(size):
     q, k, v = (x[..., :size] for x in (q, k, v))
     cache = cache.at[..., size:].set(0)
     options = {"sm_scale": 0.1, "sliding_window": 6, "soft_cap": 4.0}
-    found, after = servers.ragged_paged_attention_sglang(
-        *of_sglang(q, cache, k, v, lengths, table, cu), **options
-    )
+    call = functools.partial(servers.ragged_paged_attention_sglang, **options)
+    found, after = jax.jit(call)(*of_sglang(q, cache, k, v, lengths, table, cu))
     shape = servers.get_kv_cache_shape(PAGES, PAGE, K, size, q.dtype)
     given = cache.reshape(shape), lengths, table.ravel(), cu, jnp.array([1, 1, 3])
-    expected, of_version_3 = servers.ragged_paged_attention(q, k, v, *given, **options)
+    call = functools.partial(servers.ragged_paged_attention, **options)
+    expected, of_version_3 = jax.jit(call)(q, k, v, *given)
     # The tables differ in length, so that XLA may sum products in another order.
     np.testing.assert_allclose(found, expected, atol=ATOL)
     np.testing.assert_array_equal(after, of_version_3.reshape(after.shape))
@@ -67,15 +69,13 @@ def test_sinks_of_sglang():
     """A sink as large as all other weights together halves what is left."""
     q, k, v, cache, *rest = of_sglang(*inputs())
     q = jnp.zeros_like(q)  # each key weighs 1
-    keys = jnp.arange(
-        1, 10
-    )  # of the second sequence, whose queries are all of its keys
+    keys = np.arange(1, 10)  # of the second sequence: its queries are all of its keys
+    call = jax.jit(servers.ragged_paged_attention_sglang)
     for n, sink in ((2, 5), (0, 1)):
-        sinks = jnp.full(N, -jnp.inf).at[n].set(jnp.log(float(sink)))
-        with_sink, _ = servers.ragged_paged_attention_sglang(
-            q, k, v, cache, *rest, attention_sink=sinks
-        )
-        plain, _ = servers.ragged_paged_attention_sglang(q, k, v, cache, *rest)
+        sinks = np.full(N, -np.inf, np.float32)
+        sinks[n] = np.log(sink)
+        with_sink, _ = call(q, k, v, cache, *rest, attention_sink=sinks)
+        plain, _ = call(q, k, v, cache, *rest)
         part = (keys / (keys + sink))[:, None]
         np.testing.assert_allclose(with_sink[3:12, n], plain[3:12, n] * part, atol=ATOL)
 
@@ -94,13 +94,17 @@ def inputs(dtype=jnp.float32):
     "options", [OPTIONS, *deeply({"sm_scale": 0.1})], ids=["window", "plain"]
 )
 def test_version_2_is_the_reference_of_jax(options):
-    q, cache, _, _, lengths, table, cu = inputs()
-    given = q, cache, lengths, table, cu, jnp.array([3])
-    found = servers.ragged_paged_attention_v2(*given, **options)
-    np.testing.assert_allclose(
-        found[:13], of_jax.ref_ragged_paged_attention(*given, **options), atol=ATOL
+    q, cache, _, _, *given = inputs()
+    given = *map(np.asarray, given), np.int32([3])  # of which the reference has loops
+    found, expected = (
+        jax.jit(lambda q, cache, call=call: call(q, cache, *given, **options))(q, cache)
+        for call in (
+            servers.ragged_paged_attention_v2,
+            of_jax.ref_ragged_paged_attention,
+        )
     )
-    assert not found[13:].any()
+    np.testing.assert_allclose(found[:13], expected, atol=ATOL)
+    assert not np.any(found[13:])
 
 
 @pytest.mark.parametrize(
@@ -128,14 +132,12 @@ def test_version_3_writes_and_attends(dtype):
             expected[table[b, page], row] = both
     rows = after.reshape(PAGES, PAGE, -1, H)[:, :, : 2 * K].astype(jnp.float32)
     np.testing.assert_array_equal(rows, expected)
-    again = servers.ragged_paged_attention_v2(
-        *(q, jnp.asarray(expected, dtype), lengths, table, cu, jnp.array([3])),
-        sm_scale=0.1,
-        **scales,
-    )
+    call = jax.jit(servers.ragged_paged_attention_v2, static_argnames=names)
+    given = q, jnp.asarray(expected, dtype), lengths, table, cu, jnp.array([3])
+    again = call(*given, sm_scale=0.1, **scales)
     assert found.dtype == q.dtype
     found, again = (x.astype(jnp.float32) for x in (found, again))
-    unit = float(jnp.finfo(q.dtype).eps)  # only one of the two calls is one program
+    unit = float(jnp.finfo(q.dtype).eps)  # they are rounded in programs of their own
     np.testing.assert_allclose(found, again, atol=max(ATOL, 4 * unit))
 
 

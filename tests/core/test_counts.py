@@ -20,6 +20,7 @@ from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import memory
+from tests.core.programs import at_once
 
 BLOCK = 4
 
@@ -31,13 +32,14 @@ def drawing(text: str) -> list[list[str]]:
 def drawn(atoms, t: int, s: int, looped: str, offset: int = 0) -> list[list[str]]:
     """The blocks of a loop over blocks of keys (`looped` "s") or of queries ("t")."""
     spec = AttentionSpec(Score(1.0), tuple(atoms), offset)
-    spec = spec.with_table(looped, BLOCK, BLOCK, t, s)
+    spec = at_once(lambda: spec.with_table(looped, BLOCK, BLOCK, t, s))
     own, other = (t, s) if looped == "s" else (s, t)
     lines = []
     for index in range(-(-own // BLOCK)):
         here = spec.for_ranges()
         if here.table is not None:
-            at = [x.value[index if x.axes[-1] else 0] for x in here.table]
+            table = ((np.asarray(x.value), x.axes[-1]) for x in here.table)
+            at = [value[index if axis else 0] for value, axis in table]
             here = AttentionSpec(here.score, here.masks, offset, table=Range(*at))
         lo, hi = index * BLOCK, min((index + 1) * BLOCK, own)
         blocks = here.kv_blocks if looped == "s" else here.q_blocks

@@ -13,6 +13,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.lists import BlockList, number_of
 from pallas_kernels.core.masks import Listed, Tiling
 from pallas_kernels.core.positions import Numbering, Positions
+from tests.core.programs import at_once
 from tests.core.test_pointwise import boolean
 from tests.tiers import deeply
 
@@ -141,8 +142,8 @@ def _walks(parts: int, code: np.ndarray, size: int, own: int):
     And the code of each of these blocks.
     """
     visited = 16 * parts
-    named = Named(jnp.asarray(code), ("i", "j"))
-    arrays = BlockList.of(named, own=32, visited=visited, size=size)
+    make = functools.partial(BlockList.of, own=32, visited=visited, size=size)
+    arrays = at_once(make, Named(np.array(code), ("i", "j")))
     listed = jax.tree.map(lambda x: Elements(np.asarray(x.value)), arrays)
     if size % visited:
         code[:, -1] = np.minimum(code[:, -1], 1)
@@ -211,7 +212,7 @@ def _check_other_rows(seed: int) -> None:
     mask, _ = jax.jit(lambda kept: make(mask=kept))(kept).named()
     tiles = [int(rng.choice([16, 32, 48])) for _ in range(2)]
     numbers = [_numbering(rng, n) for n in (t, s)]
-    rows = [np.asarray(x.at(jnp.arange(n))) for x, n in numbers]
+    rows = [np.asarray(x.at(np.arange(n))) for x, n in numbers]
     named = (
         x
         if x.first is None
@@ -219,7 +220,9 @@ def _check_other_rows(seed: int) -> None:
         for x, _ in numbers
     )
     tiling = Tiling(*tiles, *(n for _, n in numbers), Positions(0, *named))
-    some, every = (np.asarray(x.to(("i", "j"))) for x in mask.block_relation(tiling))
+    some, every = at_once(
+        lambda: [x.to(("i", "j")) for x in mask.block_relation(tiling)]
+    )
     code = codes_of(kept[np.ix_(*rows)], *tiles)
     assert np.all(some | (code == 0)) and np.all(~every | (code == 2))
     if block == (16, 32) and tiles == [16, 32]:

@@ -15,6 +15,7 @@ from pallas_kernels.core.positions import Numbering
 from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
+from tests.core.programs import at_once
 from tests.tiers import deeply
 
 
@@ -125,7 +126,9 @@ def test_range_keeps_python_integers():
 
 
 @pytest.mark.parametrize("bounds", [(1, 2, 4, 6), (2, 2, 4, 6), (1, 3, 4, 4)])
-@pytest.mark.parametrize("traced", [(), (0, 1, 2, 3), (0, 1), (2, 3), (3,)])
+@pytest.mark.parametrize(
+    "traced", [(), (0, 1, 2, 3), (3,), *deeply(((0, 1),), ((2, 3),))]
+)
 def test_fold_visits_full_blocks_then_the_edges(bounds, traced):
     def visit(masked, block, state):
         seen, count = state
@@ -274,7 +277,7 @@ def _check_soundness(made, block_q, block_kv):
 
     def table_at(table, index):
         def at(leaf):
-            return int(leaf.value[index] if leaf.axes[-1] else leaf.value[0])
+            return int(np.asarray(leaf.value)[index if leaf.axes[-1] else 0])
 
         return None if table is None else Range(*map(at, table))
 
@@ -282,7 +285,8 @@ def _check_soundness(made, block_q, block_kv):
         (dense, t, block_q, s, block_kv, "kv_blocks", "s"),
         (dense.T, s, block_kv, t, block_q, "q_blocks", "t"),
     ):
-        tabled = spec.with_table(looped, block_q, block_kv, t, s)
+        sizes = looped, block_q, block_kv, t, s
+        tabled = at_once(lambda sizes=sizes: spec.with_table(*sizes))
         for index in range(-(-size // block)):
             lo, hi = index * block, min((index + 1) * block, size)
             table = table_at(tabled.table, index)

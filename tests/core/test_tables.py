@@ -20,6 +20,7 @@ def test_derivatives_of_reads(size):
     table = jnp.asarray(RNG.standard_normal((N, 1, size)), jnp.float32)
     places = jnp.asarray(RNG.integers(0, size, (1, T)), jnp.int32)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def results(read):
         function = lambda x: jnp.sin(read(x, places)) * jnp.arange(T)  # noqa: E731
         out, pull = jax.vjp(function, table)
@@ -50,9 +51,13 @@ def test_sums_along_diagonals(t, s, b):
     expected = np.zeros((N, t + s + 5))
     at = np.subtract.outer(np.arange(t), np.arange(s)) + s + 1
     np.add.at(expected, (np.arange(N)[:, None, None], at), x)
-    found = tables.of_distances(
-        Named(x, ("n", "t", "s")), s + 1, ("n", f"x{t + s + 5}")
-    )
+
+    @jax.jit
+    def of_distances(x):
+        named = Named(x, ("n", "t", "s"))
+        return tables.of_distances(named, s + 1, ("n", f"x{t + s + 5}"))
+
+    found = of_distances(x)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     whole = np.pad(x, [(0, 0), (0, -t % b), (0, -s % b)])
     rows, keys = whole.shape[1] // b, whole.shape[2] // b
@@ -61,8 +66,13 @@ def test_sums_along_diagonals(t, s, b):
         own = whole[:, i * b : (i + 1) * b, j * b : (j + 1) * b]
         tiles[:, i - j + keys - 1] += own
     start = s + 1 - (keys * b - 1)
-    sums = jnp.pad(tables.diagonals(tiles), [(0, 0), (0, 0), (0, 1)])
-    found = tables.of_tiles(sums, start, t + s + 5)
+
+    @jax.jit
+    def of_tiles(tiles):
+        sums = jnp.pad(tables.diagonals(tiles), [(0, 0), (0, 0), (0, 1)])
+        return tables.of_tiles(sums, start, t + s + 5)
+
+    found = of_tiles(tiles)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

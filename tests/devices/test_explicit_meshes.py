@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import attention, explain
 from tests.cases import BACKENDS, ON_GPU
-from tests.tiers import MAINLY_XLA, deeply
+from tests.tiers import MAINLY_XLA, deep, deeply
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -42,7 +42,7 @@ def _with_gradients(call):
 def _operands(*batch, kv_heads=2):
     rng = np.random.default_rng(0)
     shapes = [(*batch, 40, n, 16) for n in (4, kv_heads, kv_heads)]
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    return [np.float32(rng.standard_normal(s)) for s in shapes]
 
 
 def _check(call, operands, specs, *, communicates=False, is_set=True):
@@ -75,18 +75,21 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("specs", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "name", ["rows", "rows and heads", "rows over both", *deeply("batch and rows")]
+)
 @pytest.mark.parametrize("kind", ["bias", *deeply("causal", "window")])
-def test_divided_rows(specs, kind):
+def test_divided_rows(name, kind):
     """Each device has a run of them (`jax_flash2.Context`)."""
+    specs = ROWS[name]
     heads = 2 if "model" in specs[0] else 1
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal((4, 40, 40)))
+    bias = np.random.default_rng(1).standard_normal((4, 40, 40))
     options = {
         "causal": {
             "is_causal": True,
             "key_value_seq_lengths": np.int32([33, 9, 40, 7]),
         },
-        "bias": {"bias": jnp.float32(bias)},
+        "bias": {"bias": np.float32(bias)},
         "window": {"is_causal": True, "local_window_size": (7, 0)},
     }
     call = functools.partial(attention, implementation="xla", **options[kind])
@@ -127,6 +130,7 @@ def test_a_mesh_that_is_not_set(backend):
     _check(call, _operands(4), specs, is_set=False)
 
 
+@deep
 def test_scan_on_a_mesh_that_is_not_set():
     def layers(q, k, v):
         def step(x, _):
@@ -163,7 +167,7 @@ def test_vmap_with_shared_keys():
 def test_whole_keys_beside_divided_query_heads():
     """Devices that share a key/value head sum its gradient; a bias stays whole."""
     q, k, v = _operands(2)
-    bias = jnp.zeros((1, 4, 40, 40))
+    bias = np.zeros((1, 4, 40, 40), np.float32)
 
     def call(q, k, v, bias):
         return attention(q, k, v, bias, implementation="xla")

@@ -32,11 +32,12 @@ def operands(heads=4, kv_heads=2, spec=BY_HEADS):
     devices = np.array(jax.devices()[: 2 * model]).reshape(2, model)
     kinds = (AxisType.Auto,) * 2
     mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=kinds)
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [
-        jax.device_put(jax.random.normal(k, (2, 24, n, 8)), NamedSharding(mesh, spec))
-        for k, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    rng, sharding = np.random.default_rng(0), NamedSharding(mesh, spec)
+    arrays = [
+        np.float32(rng.standard_normal((2, 24, n, 8)))
+        for n in (heads, kv_heads, kv_heads)
     ]
+    return [jax.device_put(x, sharding) for x in arrays]
 
 
 def with_gradients(**options):
@@ -53,7 +54,7 @@ def assert_same(actual, expected):
 
 
 def on_one(run, *arrays):
-    return run(*(jnp.asarray(np.asarray(x)) for x in arrays))
+    return jax.jit(run)(*map(np.asarray, arrays))
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ VARIANTS = {
 @pytest.mark.skipif(DEVICES < 6, reason="needs meshes of several sizes")
 def test_programs_of_other_meshes_are_others(cache):
     """In one process: of other sizes, devices and shapes, and none gathers."""
-    x = jnp.ones((6, 8, 6, 8))
+    x = np.ones((6, 8, 6, 8), np.float32)
     call = jax.jit(lambda x: attention(x, x, x, is_causal=True))
     expected = np.asarray(call(x))
     meshes = [(0, (6,)), (0, (2,)), (2, (2,)), (1, (3,)), (0, (2, 3)), (0, (3, 2))]
@@ -231,7 +232,8 @@ def test_gspmd_under_vmap(gspmd):
     q, k, v = operands()
     call = functools.partial(attention, implementation="xla")
     mapped = jax.vmap(call, (None, 0, 0))
-    arrays = q, jnp.stack([k, 2 * k]), jnp.stack([v, v])
+    k, v = map(np.asarray, (k, v))
+    arrays = q, np.stack([k, 2 * k]), np.stack([v, v])
     assert_same([jax.jit(mapped)(*arrays)], [on_one(mapped, *arrays)])
 
 
@@ -249,7 +251,8 @@ def test_a_ring_requires_shardy(gspmd):
 
     with pytest.raises(ValueError, match=r"a ring requires .*jax_use_shardy_part"):
         sharded("ring")(q, k, v)
-    expected = attention(q, k, v, is_causal=True, implementation="xla")
+    plain = functools.partial(attention, is_causal=True, implementation="xla")
+    expected = jax.jit(plain)(q, k, v)
     for method in ("gather", "heads"):
         assert_same([sharded(method)(q, k, v)], [expected])
 
@@ -258,7 +261,7 @@ def test_a_ring_requires_shardy(gspmd):
 def test_compile_time_evaluation(backend):
     q, k, v = (jnp.asarray(np.asarray(x)) for x in operands())
     run = with_gradients(is_causal=True, **BACKENDS[backend])
-    expected = run(q, k, v)
+    expected = jax.jit(run)(q, k, v)
     jax.clear_caches()
     with jax.ensure_compile_time_eval():
         assert_same(run(q, k, v), expected)

@@ -95,20 +95,18 @@ def _has_compiler() -> bool:
 @pytest.mark.skipif(not _has_compiler(), reason="XLA's compiler for GPUs is missing")
 @pytest.mark.parametrize(
     ("which", "devices", "rows"),
-    [
+    deeply(
         ("both", "4", "stripes"),
-        *deeply(
-            ("forward", "2", "stripes"),
-            ("both", "2", "stripes"),
-            ("forward", "4", "stripes"),
-            ("backward", "4", "stripes"),
-            ("both", "4", "one-run"),
-            ("both", "8", "stripes"),
-            ("both", "8", "one-run"),
-            ("both", "4", "triton"),
-            ("both", "8", "triton"),
-        ),
-    ],
+        ("forward", "2", "stripes"),
+        ("both", "2", "stripes"),
+        ("forward", "4", "stripes"),
+        ("backward", "4", "stripes"),
+        ("both", "4", "one-run"),
+        ("both", "8", "stripes"),
+        ("both", "8", "one-run"),
+        ("both", "4", "triton"),
+        ("both", "8", "triton"),
+    ),
 )
 def test_kernels_run_while_keys_travel(which, devices, rows):
     """In a process of its own: the tests' flags are for compiling on CPUs."""

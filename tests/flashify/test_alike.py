@@ -12,6 +12,7 @@ from jax_flash2._flashify.graph import Node
 from jax_flash2._flashify.layers import Layers
 from jax_flash2._flashify.match import Matcher
 from tests.cases import ON_GPU
+from tests.tiers import deeply
 
 T, H = 6, 4
 CAUSAL = np.tril(np.ones((T, T), bool))
@@ -141,12 +142,25 @@ OTHERS = (
 )
 
 
+MORE = (
+    masks_that_are_constants,
+    scales_made_outside,
+    equal,
+    probabilities_used_twice,
+    scores_of_the_last_in_another_softmax,
+)
+
+
 def inputs():
     x = 0.5 * jax.random.normal(jax.random.key(0), (T, H))
     return x, [*jnp.asarray(DATA)], [jnp.arange(T) // 3, jnp.arange(T) % 3]
 
 
-@pytest.mark.parametrize("function", DIFFERENT + OTHERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [*(f for f in DIFFERENT + OTHERS if f not in MORE), *deeply(*MORE)],
+    ids=lambda f: f.__name__,
+)
 def test_results_and_reports_are_those_of_each_layer_alone(function, monkeypatch):
     given = inputs()
     fast = flashify(function, must_find=True)
@@ -185,7 +199,9 @@ def several_results(x, masks, ids):
     return sum(both(x))
 
 
-@pytest.mark.parametrize("function", [equal, ids_in_a_checkpoint, several_results])
+@pytest.mark.parametrize(
+    "function", [several_results, *deeply(equal, ids_in_a_checkpoint)]
+)
 @pytest.mark.parametrize("is_report", [False, True])
 def test_nothing_is_left_for_a_collection_of_garbage(function, is_report):
     fast = flashify(function)

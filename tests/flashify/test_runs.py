@@ -1,6 +1,7 @@
 """`flashify` of programs that repeat a layer: equal runs share a `jit`."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash2 import flashify
+from tests.tiers import deeply
 
 
 def arrays(*batch: int, layers: int = 2):
@@ -175,9 +177,15 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("of_layer", DIFFERENT.values(), ids=DIFFERENT)
-def test_different_layers_do_not(of_layer):
-    check(lambda *args: model(*args, of_layer=of_layer), *arrays(), gradients=False)
+MORE = "operation", "literal", "scale"
+
+
+@pytest.mark.parametrize(
+    "name", [*(x for x in DIFFERENT if x not in MORE), *deeply(*MORE)]
+)
+def test_different_layers_do_not(name):
+    function = functools.partial(model, of_layer=DIFFERENT[name])
+    check(function, *arrays(), gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +259,13 @@ def test_of_transformed_functions(is_checkpoint):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize(
+    ("is_mapped", "axis_type"),
+    [
+        *((False, AxisType.Explicit), (True, AxisType.Auto)),
+        *deeply((False, AxisType.Auto), (True, AxisType.Explicit)),
+    ],
+)
 def test_meshes(axis_type, is_mapped):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
     x, weights = arrays(2)

@@ -12,6 +12,7 @@ from jax_flash2 import attention, explain
 from pallas_kernels.mosaic_gpu import support
 from tests.lowering import lower_for_gpu
 from tests.mosaic import MOSAIC
+from tests.tiers import deeply
 
 
 def _choice(shape: tuple[int, ...], keys=None, key_heads=None, **arguments) -> str:
@@ -79,7 +80,7 @@ def _kernels_under_vmap(axes: int, which: str, **options) -> set[str]:
     return set(re.findall(r"custom_call @([\w$.]+)", text))
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("which", [*deeply("forward"), "backward"])
 def test_mapped_calls_go_to_the_backend_that_measured_faster(which):
     """`vmap` over heads: one of them would leave most multiprocessors idle."""
     mosaic_gpu, triton = {"mosaic_gpu_v2"}, {"__gpu$xla.gpu.triton"}

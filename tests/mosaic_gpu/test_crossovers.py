@@ -98,7 +98,7 @@ def _conditions(call) -> list[str]:
 @pytest.mark.parametrize("which", crossover.PASSES)
 @pytest.mark.parametrize(
     "condition",
-    ["causal", "bias and its gradient", *deeply(*measured.CONDITIONS)],
+    ["bias and its gradient", *deeply("causal", *measured.CONDITIONS)],
 )
 def test_both_sides_of_a_crossover_lower(condition, which):
     if which not in crossover.passes(condition):
@@ -132,8 +132,8 @@ def _lowered(timed) -> str:
     ("regime", "kernel", "head"),
     [
         ("many keys", "forward", 64),
-        ("any", "backward", 64),
-        *deeply(("any", "backward", 160), ("any", "dkv", 256), ("any", "dq", 256)),
+        *deeply(("any", "backward", 64), ("any", "backward", 160), ("any", "dkv", 256)),
+        *deeply(("any", "dq", 256)),
         ("any", "dbias", 64),
     ],
 )

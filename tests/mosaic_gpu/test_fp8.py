@@ -16,7 +16,7 @@ from tests import mosaic_interpreter, ptxas
 from tests.api.test_fp8 import KERNELS, draw, error
 from tests.cases import ON_GPU
 from tests.lowering import lower_for_gpu, on_gpu
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 CANNOT = ON_GPU or not mosaic_interpreter.IS_SUPPORTED
 
@@ -138,6 +138,7 @@ def test_the_kernel_is_chosen():
     assert text.count("@mosaic_gpu") == 1
 
 
+@deep
 def test_variants_for_ptxas():
     variant = ptxas.eight_bits()["fp8, head size 64, causal"]
     (module,) = variant.modules

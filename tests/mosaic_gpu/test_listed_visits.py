@@ -14,10 +14,9 @@ from pallas_kernels.core.visits import Sharing
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import measured
 from pallas_kernels.mosaic_gpu.hopper import tuning
-from tests.core.test_lists import listed
 from tests.mosaic import with_numbers
 from tests.mosaic_gpu.test_turns import times
-from tests.mosaic_gpu.test_visits import check_order, dense
+from tests.mosaic_gpu.test_visits import check_order, dense, listed
 from tests.tiers import deep
 
 

@@ -1,6 +1,7 @@
 """Reading what ptxas says of the Mosaic GPU kernels (`tests.ptxas`)."""
 
 from tests import ptxas
+from tests.tiers import deep
 
 LOG = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 514 by compiler
@@ -26,6 +27,7 @@ def test_reports():
     assert str(backward).endswith("C7512")
 
 
+@deep
 def test_variants_have_kernels():
     variants = ptxas.variants()
     for name in ("head size 128, causal", "head size 64, causal, 2 key heads"):

@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_gpu.tile_scheduler import (
     heads_per_wave,
 )
 from tests.mosaic import with_numbers
+from tests.tiers import deeply
 
 
 def _tiles(schedule: Schedule) -> list[np.ndarray]:
@@ -44,7 +45,7 @@ def _tiles(schedule: Schedule) -> list[np.ndarray]:
     return [x[y] for x, y in zip(np.array(tiles)[: len(own)], own, strict=True)]
 
 
-@pytest.mark.parametrize("count", [1, 3, 114, 132])
+@pytest.mark.parametrize("count", [3, 132, *deeply(1, 114)])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 64, 129])
 @pytest.mark.parametrize("heads", [1, 3, 32, 128])
 def test_schedule(heads, blocks, count):

@@ -17,7 +17,7 @@ from tests.cases import ON_GPU, Case, by_name
 from tests.kernels import test_tangents
 from tests.lowering import lower_for_gpu, on_gpu, string_attributes
 from tests.mosaic import on_hopper, with_heads
-from tests.tiers import deep
+from tests.tiers import deep, deeply
 
 NAME = "mosaic_gpu"
 TWO = {"config": Config(dq=Blocks(128, 64, 8, 2))}  # stages, which come round again
@@ -145,7 +145,7 @@ def test_padding_never_comes_through(monkeypatch):
     assert not mosaic_interpreter.found_races()
 
 
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("head", [64, *deeply(128)])
 def test_rows_of_any_number_lower(head):
     """TMA copies tiles of 8 rows from arrays that have whole ones alone."""
     shapes = (1, 151, 2, head), *[(1, 283, 1, head)] * 2

@@ -74,9 +74,9 @@ def received(text: str, parts: int) -> int:
 @pytest.mark.parametrize(
     ("mask", "method", "which"),
     [
-        ("documents", "ring", "forward_backward"),
         ("window1024", "halo", "forward_backward"),
         *deeply(
+            ("documents", "ring", "forward_backward"),
             ("causal", "ring", "forward"),
             ("documents", "gather", "forward_backward"),
             ("documents", "heads", "forward_backward"),

@@ -9,6 +9,7 @@ from benchmarks import function_peers, function_rows, harness
 from benchmarks.function_calls import examples
 from benchmarks.peers import OURS
 from jax_flash2.tune.problems import Shape
+from tests.tiers import deep
 
 TOY = Shape(2, 256, 2, 2, 16, False, "float32")
 EXAMPLES = examples(TOY)
@@ -61,6 +62,7 @@ def test_slopes_are_derivatives(name):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@deep
 def test_rows_beside_absent_peers(monkeypatch):
     def absent(call):
         raise ImportError("no such package\nat all")

@@ -26,7 +26,7 @@ from benchmarks import (
     records,
     tables,
 )
-from benchmarks.programs import JaxPeer, TorchPeer
+from benchmarks.programs import JaxPeer, TorchPeer, check_fits
 from benchmarks.shapes import PASSES, Shape
 from jax_flash2.tune.problems import random_mask
 from tests.tiers import deep, deeply
@@ -98,7 +98,7 @@ def test_flops_by_hand():
     assert causal.flops("forward_backward") == 7 * 2**38
 
 
-@pytest.mark.parametrize("shape", [TOY, GROUPED], ids=str)
+@pytest.mark.parametrize("shape", [*deeply(TOY), GROUPED], ids=str)
 def test_reference_is_the_gradient_of_plain_attention(shape):
     *inputs, do = operands = shape.operands()
     plain = jax.jit(functools.partial(attention, causal=shape.causal))
@@ -155,6 +155,7 @@ def test_wrong_absent_and_failing_peers_are_named(rows):
         assert part in text
 
 
+@deep
 def test_grouped_heads_and_a_peer_without(tmp_path):
     run = records.Run.start("toy", tmp_path)
     everyone = [OURS, XLA, UNGROUPED]
@@ -297,10 +298,8 @@ def test_a_program_too_large_for_the_gpu_is_not_run(monkeypatch):
     compiled = jax.jit(lambda x: x + 1).lower(jnp.zeros(1024)).compile()
     device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 8192}})
     monkeypatch.setattr(jax, "devices", lambda: [device()])
-    from benchmarks import programs
-
     with pytest.raises(MemoryError, match="not run: needs"):
-        programs.check_fits(compiled)
+        check_fits(compiled)
 
 
 @pytest.mark.skipif(
@@ -347,8 +346,7 @@ SMALL = ["--head_size=16", "--repeats=1"]
 MAINS = {
     "attention": [
         *("--lengths=64", "--tokens=64", "--hidden=32", "--head_sizes=16", "--nogqa"),
-        *("--causal=true", "--passes=forward", "--peers=jax_flash2,xla"),
-        "--repeats=1",
+        *("--causal=true", "--passes=forward", "--peers=jax_flash2,xla", "--repeats=1"),
     ],
     "occupancy": [
         *("--heads=1", "--length=64", "--passes=forward", "--peers=jax_flash2,xla"),
@@ -376,6 +374,7 @@ def ran(name, *arguments):
     )
 
 
+@deep
 def test_kernels_of_a_machine_without_a_gpu():
     sizes = ["--length=64", "--heads=1", "--head_size=16", "--batch=1"]
     done = ran("kernels", *sizes, "--seconds=0.01", "--peers=jax_flash2,read")

@@ -1,6 +1,7 @@
 """Imports run one way, and importing the library stays light."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -126,9 +127,14 @@ BACKENDS = {
 PALLAS = "jax.experimental.pallas"
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, at the top level of the file) of each import."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     top = set(tree.body)
     found = []
     for node in ast.walk(tree):
@@ -147,16 +153,18 @@ def files(where: str) -> list[Path]:
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
+@functools.cache
 def module_of(path: Path) -> str:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
 
+@functools.cache
 def modules_imported(path: Path) -> set[str]:
     """Modules of the project that a file imports, `from package import module` too."""
     known = {module_of(p) for p in packages()}
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & known
         elif isinstance(node, ast.ImportFrom):
@@ -165,6 +173,7 @@ def modules_imported(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def packages() -> list[Path]:
     return [
         path
@@ -219,7 +228,7 @@ def test_no_code_asks_for_the_type_of_a_mask_or_a_term(folder, kind):
     for path in packages():
         if path.parent.name == folder:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if called and node.func.id in ("isinstance", "issubclass", "type"):
                 asked = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}

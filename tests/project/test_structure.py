@@ -6,6 +6,7 @@ says why beside it. `test_layers` has the rules that hold without exception.
 
 import ast
 import collections
+import functools
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from jax_flash2 import _backends, attention
 from pallas_kernels.backend import Plan
 from tests.lowering import lower_for_gpu
-from tests.project.test_layers import ROOT, packages
+from tests.project.test_layers import ROOT, packages, parsed
 
 # Functions of more lines than this in `pallas_kernels`.
 MOST_LINES = 80
@@ -57,7 +58,7 @@ def functions(path: Path) -> list[tuple[str, int, int]]:
                 found.append((f"{path.name}: {child.name}", lines, own))
             walk(child, own)
 
-    walk(ast.parse(path.read_text()), 0)
+    walk(parsed(path), 0)
     return found
 
 
@@ -79,10 +80,11 @@ def test_functions_are_not_nested_deeply():
     assert len(deep) == DEEP_FUNCTIONS, deep
 
 
+@functools.cache
 def identifiers(path: Path) -> list[str]:
     """Names of variables, attributes, arguments and definitions."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         for field in ("id", "attr", "arg", "name"):
             value = getattr(node, field, None)
             if isinstance(value, str) and not isinstance(node, ast.alias):

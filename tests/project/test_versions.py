@@ -38,6 +38,7 @@ def test_versions_side_by_side(tmp_path):
     assert all(row.split(" | ")[2].endswith("us (1.000)") for row in rows)
 
 
+@deep
 def test_a_version_that_is_wrong_is_seen():
     def attention(*arrays, implementation=None, **more):
         out = jax_flash2.attention(*arrays, implementation="xla", **more)

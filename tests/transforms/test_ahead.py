@@ -20,6 +20,7 @@ from pallas_kernels import device
 from tests.cases import ON_GPU
 from tests.lowering import on_gpu
 from tests.settings import configured
+from tests.tiers import deep
 from tests.transforms.test_kept import A100, H200, HALVES, LONG, gradients, lower
 
 
@@ -83,12 +84,14 @@ def test_only_where_the_gpu_is(begun, monkeypatch):
     assert begun == []
 
 
+@deep
 def test_off(begun, monkeypatch):
     monkeypatch.setenv(_ahead.VARIABLE, _ahead.OFF)
     assert kernels(lower(LONG, LONG, LONG, gpu=H200))
     assert begun == []
 
 
+@deep
 def test_exports_are_for_other_machines(begun):
     unchecked = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     with on_gpu(H200):
@@ -97,6 +100,7 @@ def test_exports_are_for_other_machines(begun):
     assert begun == []
 
 
+@deep
 def test_programs_for_several_platforms_are_not_compiled(begun):
     with on_gpu(H200):
         traced = jax.jit(gradients).trace(LONG, LONG, LONG)
@@ -211,6 +215,7 @@ def printed(script: str) -> list[str]:
     return done.stdout.split()
 
 
+@deep
 def test_a_program_that_is_lowered_when_python_ends():
     """Python 3.12.0 to 3.12.2 start no thread any more."""
     assert printed(AT_THE_END) == ["ended"]

@@ -160,11 +160,11 @@ def _compiled(transformation, **options):
 @pytest.mark.parametrize(
     "transformation",
     [
-        _jvp_of_jit,
         _vmap_of_jvp,
         _vjp_of_grad,
         _vjp_of_jvp,
         *deeply(
+            _jvp_of_jit,
             _linearize,
             _jvp_of_vmap,
             _jvp_of_jvp,
@@ -233,7 +233,7 @@ def test_gradients_of_kernels_are_kernels_under_a_second_derivative():
     assert found == len(kernels)
 
 
-@pytest.mark.parametrize("second", ["forward", "reverse"])
+@pytest.mark.parametrize("second", [*deeply("forward"), "reverse"])
 def test_memory_of_second_derivatives_is_linear(second, small_blocks):
     x = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
@@ -303,9 +303,9 @@ def _grad_of_jvp(f, operands, tangents):
 @pytest.mark.parametrize(
     "transformation",
     [
-        *(_vmap_of_jvp, _grad_of_jvp),
-        *deeply(_jvp_of_jit, _jvp_of_vmap, _jvp_of_checkpoint, _jvp_of_scan),
-        *deeply(_linearize),
+        _jvp_of_vmap,
+        *deeply(_vmap_of_jvp, _grad_of_jvp, _jvp_of_jit, _jvp_of_checkpoint),
+        *deeply(_jvp_of_scan, _linearize),
     ],
 )
 def test_forward_mode_of_kernels(transformation):

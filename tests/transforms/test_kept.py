@@ -76,7 +76,7 @@ def of_mosaic(text: str) -> list[str]:
 HALVES = ["flash2_forward", "flash2_backward"]
 
 
-@pytest.mark.parametrize("gpu", [A100, H200])
+@pytest.mark.parametrize("gpu", [A100, *deeply(H200)])
 def test_read_again(folder, made, monkeypatch, gpu):
     first = lower(LONG, LONG, LONG, gpu=gpu)
     assert made == HALVES
@@ -175,7 +175,7 @@ def test_what_others_imported_is_not_in_the_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda x: x[:-1], lambda x: b"", lambda x: x + b"0"]
+    "damage", [lambda x: x[:-1], *deeply(lambda x: b"", lambda x: x + b"0")]
 )
 def test_damaged_files_are_made_again(folder, made, damage):
     first = lower()
@@ -218,7 +218,7 @@ def test_files_are_for_all_users_and_nothing_else_is_left(folder):
     assert sorted(folder.iterdir()) == here
 
 
-@pytest.mark.parametrize("first", ["within", "without"])
+@pytest.mark.parametrize("first", ["within", *deeply("without")])
 def test_a_context_is_not_kept(folder, first):
     """JAX writes it into each operation that is lowered there."""
 

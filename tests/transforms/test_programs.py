@@ -209,7 +209,7 @@ def test_compiled_ahead_of_time():
         lowered.compile()(arrays[:2], traced)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_donated_query(backend):
     """The output may take the query's memory, which is gone then."""
     (q, k, v), _ = PLAIN.inputs(jnp.float32)
@@ -248,7 +248,8 @@ def remat(policy):
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-@pytest.mark.parametrize("backend", MAINLY_XLA)
+@deep
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_scan_over_layers(backend):
     """Scanned, with and without a checkpoint policy: as the loop written out."""
     (x, _, _), _ = by_name("plain").inputs(jnp.float32)
@@ -348,8 +349,15 @@ def lowered(case, target):
 plainly_lowered = functools.cache(lowered)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("target", ["xla", "gpu", *deeply("triton")])
+@pytest.mark.parametrize(
+    ("target", "setting"),
+    [
+        *(("xla", name) for name in SETTINGS),
+        ("gpu", "dtype"),
+        *deeply(*(("gpu", name) for name in SETTINGS if name != "dtype")),
+        *deeply(*(("triton", name) for name in SETTINGS)),
+    ],
+)
 def test_settings_that_watch_tracing(target, setting):
     """The user's rules are for the user's code: attention lowers to the same module."""
     with SETTINGS[setting]():
@@ -376,7 +384,7 @@ def test_x64(backend, case):
     assert_same(actual, results(case, backend))
 
 
-@pytest.mark.parametrize("case", [RICH, BIAS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [RICH, *deeply(BIAS)], ids=lambda case: case.name)
 def test_x64_compiled_kernels(case):
     """Under x64 the kernels lower for a GPU, with no number of 64 bits among theirs."""
     with jax.enable_x64(True):

@@ -11,14 +11,15 @@ import jax_flash2
 from jax_flash2 import attention
 from tests.cases import BACKENDS, ON_GPU
 from tests.lowering import lower_for_gpu
-from tests.tiers import MAINLY_XLA
+from tests.tiers import MAINLY_XLA, deeply
 
 SHAPE = (2, 20, 3, 16)  # V (mapped), T, N, H
 
 
 def operands(shape=SHAPE, count=3):
+    """Of NumPy: what tests make of them compiles nothing."""
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(count)]
+    return [np.float32(rng.standard_normal(shape)) for _ in range(count)]
 
 
 def assert_same(a, b):
@@ -46,30 +47,29 @@ def looped(function, in_axes, out_axes, size, args):
     results = []
     for i in range(size):
         taken = [
-            x if axis is None else jnp.take(x, i, axis)
+            x if axis is None else np.take(x, i, axis)
             for x, axis in zip(args, in_axes, strict=True)
         ]
         results.append(function(*taken))
-    return jax.tree.map(lambda *xs: jnp.stack(xs, out_axes), *results)
+    return jax.tree.map(lambda *xs: np.stack(xs, out_axes), *results)
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
 @pytest.mark.parametrize(
     ("in_axes", "out_axes"),
     [
-        ((0, 0, 0), 0),
-        ((1, 1, 1), 1),
+        *deeply(((0, 0, 0), 0), ((1, 1, 1), 1)),
         ((2, 0, 1), 0),
         ((0, None, None), 0),
         ((None, 1, None), 2),
-        ((None, None, 2), 0),
+        *deeply(((None, None, 2), 0)),
     ],
 )
 def test_vmap_is_the_loop(backend, in_axes, out_axes):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
     base = operands()
     args = [
-        x[0] if axis is None else jnp.moveaxis(x, 0, axis)
+        x[0] if axis is None else np.moveaxis(x, 0, axis)
         for x, axis in zip(base, in_axes, strict=True)
     ]
     run = jax.jit(outputs_and_gradients(call))
@@ -85,20 +85,21 @@ def test_grad_of_vmap_is_vmap_of_grad(backend):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
     q, k, v = operands()
 
-    def total(function):
-        return lambda *arrays: jnp.sum(jnp.sin(function(*arrays)))
+    def gradient(function):
+        total = lambda *arrays: jnp.sum(jnp.sin(function(*arrays)))  # noqa: E731
+        return jax.grad(total, (0, 1, 2))
 
-    outside = jax.grad(total(jax.vmap(call)), (0, 1, 2))(q, k, v)
-    inside = jax.vmap(jax.grad(total(call), (0, 1, 2)))(q, k, v)
+    outside = jax.jit(gradient(jax.vmap(call)))(q, k, v)
+    inside = jax.jit(jax.vmap(gradient(call)))(q, k, v)
     assert_same(outside, inside)
     # A shared key has one gradient from outside, one for each element from inside.
     shared = jax.vmap(call, (0, None, None))
-    outside = jax.grad(total(shared), (0, 1, 2))(q, k[0], v[0])
-    inside = jax.vmap(jax.grad(total(call), (0, 1, 2)), (0, None, None))(q, k[0], v[0])
-    assert_same(outside[1:], tuple(jnp.sum(x, axis=0) for x in inside[1:]))
+    outside = jax.jit(gradient(shared))(q, k[0], v[0])
+    inside = jax.jit(jax.vmap(gradient(call), (0, None, None)))(q, k[0], v[0])
+    assert_same(outside[1:], tuple(np.sum(x, axis=0) for x in inside[1:]))
 
 
-@pytest.mark.parametrize("backend", MAINLY_XLA)
+@pytest.mark.parametrize("backend", deeply(*BACKENDS))
 def test_nested_vmap_over_heads_and_batch(backend):
     """A single-head function over heads, then batch, is the call on all of them."""
     options = BACKENDS[backend]
@@ -135,10 +136,10 @@ def test_vmap_over_other_arguments(backend):
     t = q.shape[0]
     rng = np.random.default_rng(1)
     mapped = {
-        "key_value_seq_lengths": jnp.int32([5, 20]),
-        "query_offset": jnp.int32([3, -2]),
-        "query_segment_ids": jnp.asarray(rng.integers(0, 3, (2, t)), jnp.int32),
-        "mask": jnp.asarray(rng.random((2, 1, t, t)) < 0.7),
+        "key_value_seq_lengths": np.int32([5, 20]),
+        "query_offset": np.int32([3, -2]),
+        "query_segment_ids": np.int32(rng.integers(0, 3, (2, t))),
+        "mask": rng.random((2, 1, t, t)) < 0.7,
     }
     options = {"is_causal": True, **BACKENDS[backend]}
 
@@ -165,25 +166,27 @@ def test_vmap_over_masks_that_drop_keys(backend):
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
-    dirty = (x.at[:, 3].set(jnp.nan) for x in (k, v))
+    dirty = k.copy(), v.copy()
+    for x in dirty:
+        x[:, 3] = np.nan
     found = jax.jit(jax.vmap(gradients, (None, None, 1)))(*dirty, mask)
-    alone = [gradients(k, v, mask[:, i]) for i in range(3)]
-    assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *alone))
+    alone = [jax.jit(gradients)(k, v, mask[:, i]) for i in range(3)]
+    assert_same(found, jax.tree.map(lambda *x: np.stack(x), *alone))
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
-@pytest.mark.parametrize("mapped", ["query", "operands", "both"])
+@pytest.mark.parametrize("mapped", ["query", "operands", *deeply("both")])
 def test_vmap_over_learnt_operands(backend, mapped):
     """Bias, slopes and sinks, mapped or shared, and their gradients."""
     rng = np.random.default_rng(2)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return np.float32(rng.standard_normal(shape))
 
     inputs = {"query": normal(2, 20, 4, 16)}
     operands = {
         "bias": normal(2, 4, 20, 20),
-        "alibi_slopes": jnp.abs(normal(2, 4)),
+        "alibi_slopes": np.abs(normal(2, 4)),
         "sinks": normal(2, 4),
     }
     k = normal(20, 2, 16)
@@ -216,8 +219,8 @@ def test_single_heads_with_learnt_operands(backend):
     rng = np.random.default_rng(3)
     q, k, v = (x[0] for x in operands())
     heads = q.shape[1]
-    bias = jnp.asarray(rng.standard_normal((heads, 20, 20)), jnp.float32)
-    slopes, sinks = jnp.asarray(rng.random((2, heads)), jnp.float32)
+    bias = np.float32(rng.standard_normal((heads, 20, 20)))
+    slopes, sinks = np.float32(rng.random((2, heads)))
 
     def call(q, k, v, bias, slopes, sinks):
         options = {"logits_soft_cap": 5.0, "is_causal": True, **BACKENDS[backend]}
@@ -235,7 +238,7 @@ def test_single_heads_with_learnt_operands(backend):
 def test_what_no_mapped_operand_reaches_stays_unmapped(backend):
     """Results of rows depend neither on value nor on dropout, dv not on value."""
     q, k, v, cotangent = (x[0] for x in operands(count=4))
-    values, keys = jnp.stack([v, 2 * v]), jax.random.split(jax.random.key(0))
+    values, keys = np.stack([v, 2 * v]), jax.random.split(jax.random.key(0))
     options = {"return_residual": True, "return_max_logit": True, **BACKENDS[backend]}
 
     def call(q, v, key=None):
@@ -252,7 +255,7 @@ def test_what_no_mapped_operand_reaches_stays_unmapped(backend):
     out, *rows = jax.jit(jax.vmap(call, (None, None, 0), (0, *unmapped)))(q, v, keys)
     assert_same((out[1], *rows), alone(q, v, keys[1]))
     # Of two maps they have the one over the query.
-    queries = jnp.stack([q, -q, 2 * q])
+    queries = np.stack([q, -q, 2 * q])
     inner = jax.vmap(call, (0, None), 0)
     out, *rows = jax.jit(jax.vmap(inner, (None, 0), (1, *unmapped)))(queries, values)
     assert_same((out[2, 1], *(x[2] for x in rows)), alone(2 * q, 2 * v))
@@ -276,7 +279,8 @@ def test_jacobian_maps_cotangents_alone(backend):
     q, k, v = (x[0, :4, :1, :2] for x in operands())
     call = functools.partial(attention, **BACKENDS[backend])
     reference = functools.partial(attention, implementation="reference")
-    assert_same(jax.jacrev(call)(q, k, v), jax.jacrev(reference)(q, k, v))
+    found, expected = (jax.jit(jax.jacrev(f))(q, k, v) for f in (call, reference))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
@@ -287,24 +291,27 @@ def test_pmap(backend):
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
     run = outputs_and_gradients(call)
     mapped = jax.pmap(run)(*args)
-    assert_same(mapped, jax.vmap(run)(*args))
+    assert_same(mapped, jax.jit(jax.vmap(run))(*args))
 
 
 @pytest.mark.parametrize("backend", MAINLY_XLA)
 def test_remat_scan_and_eager(backend):
-    q, k, v = (x[:, :, :, :] for x in operands())
+    q, k, v = operands()
     call = functools.partial(attention, is_causal=True, **BACKENDS[backend])
 
     def layers(wrap):
         def step(x, _):
             return wrap(call)(x, k, v), None
 
-        return lambda q: jnp.sum(jnp.sin(jax.lax.scan(step, q, None, length=2)[0]))
+        def total(q):
+            return jnp.sum(jnp.sin(jax.lax.scan(step, q, None, length=2)[0]))
 
-    plain = jax.grad(layers(lambda f: f))(q)
-    assert_same(jax.grad(layers(jax.checkpoint))(q), plain)
+        return jax.jit(jax.grad(total))(q)
+
+    assert_same(layers(jax.checkpoint), layers(lambda f: f))
+    expected = jax.jit(call)(q, k, v)
     with jax.disable_jit():
-        assert_same(call(q, k, v), jax.jit(call)(q, k, v))
+        assert_same(call(q, k, v), expected)
 
 
 def test_checkpoint_policy_saves_the_forward_kernel():

@@ -18,14 +18,22 @@ from pallas_kernels.device import Gpu
 from pallas_kernels.triton import addresses, estimates, registers, support, tuning
 from tests.cases import CASES, by_name
 from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 GPUS = ("NVIDIA H200", "NVIDIA L4")
 H200 = Gpu.named("NVIDIA H200")
 
 
+# Every feature, since each is in four of the seven pairwise cases; and heads of one
+# piece, of two, of other values, with kernels for each gradient, and beyond 256.
+FIRST = (
+    *("pairwise_2", "pairwise_4", "pairwise_5", "pairwise_6"),
+    *("head_1_3", "head_72_24", "head_192_128", "head_256", "head_320_512"),
+)
+
+
 def _cases():
-    first = [c for c in CASES if c.name.startswith(("pairwise", "head"))]
+    first = [c for c in CASES if c.name in FIRST]
     return [*first, *deeply(*(c for c in CASES if c not in first))]
 
 
@@ -104,11 +112,13 @@ def _products(text: str) -> dict[str, list[str]]:
     ("dtype", "precision", "operands", "times"),
     [
         (jnp.float32, None, "f32 tf32", 1),
-        (jnp.float32, "default", "f32 tf32", 1),
-        (jnp.float32, "high", "f32 tf32", 1),
+        *deeply(
+            (jnp.float32, "default", "f32 tf32", 1),
+            (jnp.float32, "high", "f32 tf32", 1),
+        ),
         (jnp.float32, "highest", "bf16", 6),  # in three pieces each
         (jnp.bfloat16, "highest", "bf16", 1),
-        (jnp.float16, None, "f16", 1),
+        *deeply((jnp.float16, None, "f16", 1)),
     ],
 )
 def test_precision_reaches_the_kernel(dtype, precision, operands, times):
@@ -194,8 +204,8 @@ def test_a_bound_on_registers_reaches_every_kernel(most):
     assert text.count("ttg.maxnreg") == (kernels if most else 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *deeply(jnp.float32)])
+@pytest.mark.parametrize("count", [*deeply(1), 2])
 @pytest.mark.parametrize(
     ("kernel", "head"),
     [("forward", 128), ("dq", 128), ("dkv", 128), ("dk", 256), ("dv", 256)],
@@ -259,6 +269,7 @@ def test_kernels_lower_without_private_names(monkeypatch):
     jax.clear_caches()
 
 
+@deep
 def test_a_bound_on_registers_changes_no_bit():
     """Interpreted, where there are none; their number is a tuner's matter on a GPU."""
     x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16))

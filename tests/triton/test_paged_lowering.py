@@ -1,6 +1,7 @@
 """Kernels that read pages, lowered for GPUs that are described."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax_flash2 import Blocks, Config, paged_attention
 from tests.lowering import kernel_modules, lower_for_gpu
 from tests.paged import E4M3, E5M2, INT8
-from tests.tiers import deep
+from tests.tiers import deeply
 
 GPUS = {
     80: "NVIDIA A100-SXM4-80GB",
@@ -61,11 +62,13 @@ def lowered(*arguments, **options) -> str:
     return kernel_modules(program(*arguments, **options))["flash2_forward"]
 
 
+# Every kind, and the one that a GPU without instructions for it has another kernel for.
+FIRST = [*((90, kind) for kind in KINDS), (80, "e4m3")]
+OTHERS = [x for x in itertools.product(GPUS, KINDS) if x not in FIRST]
+
+
 @pytest.mark.parametrize("page", [pytest.param(16, id="rows"), 64])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "gpu", [80, 90, *(pytest.param(x, marks=deep) for x in (89, 100, 120))]
-)
+@pytest.mark.parametrize(("gpu", "kind"), [*FIRST, *deeply(*OTHERS)])
 def test_kernels_lower(gpu, kind, page):
     text = lowered(gpu, KINDS[kind], page)
     # For each block of keys one entry of the table is read, or one for each row.
