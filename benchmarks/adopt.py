@@ -9,6 +9,7 @@ stays. A GPU's first table begins as the one that the library takes for it.
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def _noted(points: Mapping[str, dict], size: str, own: dict, note: str) -> dict:
 
 def _of_pass(text: str, which: str) -> str:
     """What a note says of a pass, if it says more of it than of both."""
-    parts = dict(part.split(": ", 1) for part in text.split("; ") if ": " in part)
-    return parts.get(which, text)
+    parts = re.split(r"; (?=(?:forward|backward): )", text)
+    named = dict(part.split(": ", 1) for part in parts if ": " in part)
+    return named.get(which, text)
 
 
 def main(argv: list[str]) -> None:

@@ -158,6 +158,13 @@ class Call:
         return self.config is not None and self.config.invariant
 
     @property
+    def is_configured(self) -> bool:
+        """Whether the caller sets blocks or how work is divided."""
+        if self.config is None:
+            return False
+        return dataclasses.replace(self.config, deterministic=True) != Config()
+
+    @property
     def is_deterministic(self) -> bool:
         """Whether sums of gradients must have one order (`Config`)."""
         return self.config is None or self.config.deterministic

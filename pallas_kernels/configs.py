@@ -126,10 +126,11 @@ class Config:
         A call of many rows is slower. Tested with interpreted kernels and XLA on a CPU;
         `python -m benchmarks.bits` tests a GPU, and none has run it.
       deterministic: give gradients of equal inputs equal bits. With False the backward
-        kernel of "mosaic_gpu" for heads up to 192 adds to the gradient of query in any
-        order, as other libraries do, so that no program waits for all before it; last
-        bits then differ from call to call. All other kernels have one order anyway.
-        Compiled for Hopper and tested in JAX's interpreter; no GPU has run False yet.
+        kernel of "mosaic_gpu" for heads that are not wide (see `dkv`) adds to the
+        gradient of query in any order, as other libraries do, so that no program waits
+        for all before it; last bits then differ from call to call. All other kernels
+        have one order anyway. Compiled for Hopper and tested in JAX's interpreter,
+        which runs programs one after another; no GPU has run False yet.
 
     Raises:
       TypeError, ValueError: if a field is not as above.

@@ -30,8 +30,8 @@ from pallas_kernels.core.ranges import Range, divide, maximum, minimum
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
-# Times the mean, above which a block has many visits. Of a causal mask none has more
-# than two. Timed in benchmarks/lab/138-fewer-passes-before-lists.md.
+# Times the mean of those that are visited, above which a block of keys has many visits.
+# Of a causal mask of as many keys as queries none has more than two. Timed in benchmarks/lab/138-fewer-passes-before-lists.md.
 MANY_VISITS = 3
 
 
@@ -320,7 +320,8 @@ def _kinds(visits: jax.Array, *, last_is_short: bool) -> jax.Array:
       last_is_short: whether the last block has fewer rows, and stays where it is.
     """
     count = visits.shape[-1]
-    has_many = count * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
+    visited = jnp.sum(visits > 0, axis=-1, keepdims=True, dtype=jnp.int32)
+    has_many = visited * visits > MANY_VISITS * jnp.sum(visits, -1, keepdims=True)
     kind = jnp.where(has_many, _MANY, _FEW)
     if last_is_short:
         kind = jnp.where(jnp.arange(count) == count - 1, _SHORT, kind)

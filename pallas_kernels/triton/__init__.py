@@ -148,7 +148,7 @@ def _slower(call: Call) -> str | None:
     # XLA's products of whole matrices serve calls of so many rows faster then.
     rows = tables.number("triton", "many_rows")
     many = min(size["t"], size["s"]) >= rows and 2 * keys >= size["s"]
-    if call.config is None and largest > 256 and many:
+    if not call.is_configured and largest > 256 and many:
         return f"a block of head size {largest} leaves few rows to a program"
     return None
 

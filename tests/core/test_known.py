@@ -243,3 +243,6 @@ def test_blocks_with_many_visits():
     quarter = lambda b, h, q, kv: (q >= kv) & ((q - kv < 128) | (kv < 16))  # noqa: E731
     size, rows = {"t": 512, "s": 512}, {"t": 32, "s": 32}
     assert many_known(spec_of(quarter), size, rows) == 1
+    # Keys that no query visits do not count.
+    first = lambda b, h, q, kv: (q >= kv) & (kv < 150) & (kv // 32 != 2)  # noqa: E731
+    assert many_known(spec_of(first), size, rows) == 0

@@ -78,6 +78,12 @@ MUTANTS = [
             KNOWN,
         ),
         (
+            "blocks that no query visits are of the mean",
+            "visited * visits > MANY_VISITS",
+            "count * visits > MANY_VISITS",
+            KNOWN,
+        ),
+        (
             "which blocks have many visits is asked of no list",
             "return int(np.max(many.value)) if isinstance",
             "return int(np.min(many.value) * 0) if isinstance",

@@ -82,6 +82,14 @@ def test_explained():
     assert [words in text for text in texts] == [False, True]
 
 
+def test_it_chooses_no_other_backend():
+    """Wide heads go to xla, unless blocks are given."""
+    wide = jax.ShapeDtypeStruct((2, 2048, 4, 512), jnp.bfloat16)
+    with on_gpu(H100):
+        found = [explain(wide, wide, wide, config=x) for x in (None, FREE)]
+    assert [x.splitlines()[0] for x in found] == ["implementation: xla"] * 2
+
+
 def test_others_have_one_order_anyway():
     q = jax.random.normal(jax.random.key(0), (2, 70, 4, 32))
     for name in ("xla", "triton"):

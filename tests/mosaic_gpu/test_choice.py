@@ -35,9 +35,9 @@ def test_calls_go_to_the_backend_that_measured_faster():
     assert _choice((2, 8192, 16, 128), is_causal=True) == "mosaic_gpu"
     assert _choice((32, 512, 16, 128), is_causal=True) == "mosaic_gpu"
     assert _choice((2, 128, 4, 64)) == "triton"
-    assert _choice((4, 4096, 32, 64), is_causal=True) == "mosaic_gpu"
-    assert _choice((8, 2248, 32, 64), is_causal=True) == "mosaic_gpu"
-    assert _choice((8, 2240, 32, 64), is_causal=True) == "triton"
+    assert _choice((8, 2048, 32, 64), is_causal=True) == "mosaic_gpu"
+    assert _choice((8, 1496, 32, 64), is_causal=True) == "mosaic_gpu"
+    assert _choice((8, 1488, 32, 64), is_causal=True) == "triton"
     assert _choice((1, 2048, 1, 128)) == "triton"  # programs on a few multiprocessors
     assert _choice((16, 1024, 8, 256), is_causal=True) == "mosaic_gpu"
     assert _choice((32, 512, 8, 256), is_causal=True) == "mosaic_gpu"
@@ -177,6 +177,8 @@ def test_features_go_to_the_backend_that_measured_faster(name):
 
     assert choice(2048, 128) == "mosaic_gpu"
     assert choice(2048, 64) == "mosaic_gpu"
+    causal = _choice((2, 2048, 16, 64), is_causal=True, **_features(2048)[name])
+    assert causal == "mosaic_gpu"
     assert choice(512, 128) == "mosaic_gpu"
 
 

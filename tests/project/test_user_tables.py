@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.adopt import adopt
+from benchmarks.adopt import _of_pass, adopt
 from jax_flash2 import explain
 from jax_flash2.tune.table import Table
 from pallas_kernels import tables, user_tables
@@ -203,6 +203,7 @@ def test_a_table_that_was_sent_is_adopted(tmp_path):
     assert found["blocks"]["backward"]["128"] == {"any": [128, 64, 4, 2]}
     assert found["blocks"]["forward"] == before["blocks"]["forward"]
     assert found["blocks_measured"]["backward, 128, any"] == note
+    assert _of_pass("forward: a; b. c; backward: d", "forward") == "a; b. c"
     plain, old = found["crossovers"]["plain"], before["crossovers"]["plain"]
     assert (plain["63"]["forward"], plain["64"]) == (96, old["64"])
     assert plain["63"]["backward"] == old["63"]["backward"]
