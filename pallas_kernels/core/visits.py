@@ -31,7 +31,8 @@ from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
 # Times the mean of those that are visited, above which a block of keys has many visits.
-# Of a causal mask of as many keys as queries none has more than two. Timed in benchmarks/lab/138-fewer-passes-before-lists.md.
+# Of a causal mask of as many keys as queries none has more than two. Timed in
+# benchmarks/lab/138-fewer-passes-before-lists.md.
 MANY_VISITS = 3
 
 
