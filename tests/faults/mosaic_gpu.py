@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.kernels import of, rule
 
-ORDER = "tests/mosaic_gpu/test_visits.py -k before_them"
+ORDER = "tests/mosaic_gpu/test_visits.py -k 'before_them or several_heads'"
 DOCUMENTS = "tests/mosaic_gpu/test_visits.py -k of_documents"
 SCHEDULE = "tests/mosaic_gpu/test_schedule.py"
 APART = "tests/mosaic_gpu/test_interpreted.py -m '' -k 'apart and segments'"

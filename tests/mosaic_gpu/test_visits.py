@@ -237,11 +237,27 @@ def _check_order_here(size, spec, launch, sharing=None):
     np.testing.assert_array_equal(said, met)
 
 
-def test_axes_that_ranges_do_not_depend_on():
+def test_windows_of_several_heads():
+    """One head comes after the other; the last block of keys has rows that are none."""
+    spec = AttentionSpec(Score(1.0), (Window(30, None),))
+    launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
+    check_order(({"t": 57, "s": 57, "n": 2, "k": 1}, spec, launch))
+
+
+def _of_documents() -> SegmentIds:
+    ids = np.arange(48, dtype=np.int32) // 20
+    return SegmentIds(Named(ids, ("t",)), Named(ids, ("s",)))
+
+
+def _of_pairs() -> DenseMask:
+    return DenseMask(Named(np.tril(np.ones((48, 48), bool)), ("t", "s")))
+
+
+@pytest.mark.parametrize("mask", [_of_documents, _of_pairs])
+def test_axes_that_ranges_do_not_depend_on(mask):
     """Only the scores ask for the offset, which each batch entry has its own."""
-    mask = Named(np.tril(np.ones((48, 48), bool)), ("t", "s"))
     offset = Named(np.int32([3, 5]), ("b0",))
-    spec = AttentionSpec(Score(1.0), (DenseMask(mask),), offset)
+    spec = AttentionSpec(Score(1.0), (mask(),), offset)
     launch = Launch(Blocks(16, 32, 8, 2), None, PLAIN, interpret=False, splits=1)
     check_order(({"t": 48, "s": 48, "n": 1, "k": 1}, spec, launch))
 
