@@ -159,7 +159,7 @@ class Call:
 
     @property
     def is_configured(self) -> bool:
-        """Whether the caller sets blocks or how work is divided."""
+        """Whether the caller's `Config` asks for more than sums in any order."""
         if self.config is None:
             return False
         return dataclasses.replace(self.config, deterministic=True) != Config()

@@ -16,6 +16,7 @@ from tests import mosaic_interpreter
 from tests.cases import ON_GPU, by_name
 from tests.lowering import lower_for_gpu, on_gpu
 from tests.mosaic import MOSAIC, check, on_hopper, with_heads
+from tests.mosaic_gpu.test_functions import global_keys
 from tests.tiers import deep, deeply
 
 FREE = Config(deterministic=False)
@@ -59,7 +60,7 @@ def test_repeats_on_hopper(head):
     def gradients(config):
         @jax.jit
         def run(q, k, v, do):
-            call = functools.partial(attention, mask_mod=_global, config=config)
+            call = functools.partial(attention, mask_mod=global_keys, config=config)
             found = jax.vjp(functools.partial(call, **MOSAIC), q, k, v)[1](do)
             return [x.astype(jnp.float32) for x in found]
 
@@ -71,10 +72,6 @@ def test_repeats_on_hopper(head):
         pairs = zip(free(*arrays), expected, strict=True)
         worst = max(float(jnp.max(jnp.abs(x - y))) for x, y in pairs)
         assert worst <= 2.0**-7 * largest
-
-
-def _global(b, h, q, kv):
-    return (q >= kv) & ((q - kv < 1024) | (kv < 64))
 
 
 def _gradient(config, q):
