@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import os
 import sys
 import time
@@ -115,8 +114,13 @@ def _is_done(run, shape, peers, passes) -> bool:
     return all(
         records.key({**about, "pass": which, "peer": peer.name}) in done
         for which in passes
-        for peer in peers
+        for peer in _timed(which, peers)
     )
+
+
+def _timed(which: str, peers):
+    """Peers that have a program of a pass of their own."""
+    return [x for x in peers if which != "forward" or not x.same_forward]
 
 
 @dataclasses.dataclass
@@ -152,7 +156,7 @@ def _compiled(shapes, peers, passes) -> list[_Compiled]:
         for shape in shapes:
             operands = shape.operands()
             one = _Compiled(shape, harness.reference(shape, operands), {}, {})
-            for which, peer in itertools.product(passes, peers):
+            for which, peer in ((x, p) for x in passes for p in _timed(x, peers)):
                 at = which, peer.name
                 try:
                     one.finishers[at] = peer.start(shape, operands, which, pool)
@@ -177,7 +181,7 @@ def _one_pass(one: _Compiled, which: str, peers, rounds: int) -> Iterable[dict]:
             failed[name] = describe(error)
     timings, failed_later = harness.time_interleaved(programs, rounds=rounds)
     failed = {**failed, **failed_later}
-    for peer in peers:
+    for peer in _timed(which, peers):
         row = {
             "shape": dataclasses.asdict(shape),
             "pass": which,

@@ -49,7 +49,9 @@ DOCUMENTS = ("README.md", "benchmarks/RESULTS.md")
 # peers that share a library share a colour.
 _STYLES = {
     OURS: ("#D55E00", "o", "-"),
+    "jax_flash2_any_order": ("#D55E00", "o", ":"),
     "flash4": ("#332288", "s", "-"),
+    "flash4_deterministic": ("#332288", "s", ":"),
     "torch_cudnn": ("#0072B2", "^", "--"),
     "cudnn": ("#0072B2", "v", "-"),
     "tokamax_mosaic": ("#E69F00", "D", "-"),

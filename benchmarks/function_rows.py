@@ -25,6 +25,7 @@ from benchmarks.peers import OURS
 from jax_flash2.tune.problems import Shape
 
 PASSES = "forward", "forward_backward"
+ANY_ORDER = f"{OURS}, any order"  # its forward is ours
 _CHECKED = 2048  # rows of which exact results fit into memory
 # Parts of a row by which an output and a gradient may be off. Where few keys share a
 # row most of dq cancels, and what is left is of the rounding of the output.
@@ -77,13 +78,24 @@ def _exact(example: Example, operands, arrays) -> dict[str, np.ndarray]:
     return as_arrays(jax.jit(function)(*wide, arrays))
 
 
+def _any_order(call: Call) -> Program:
+    """Ours, with the gradient of query added up in any order."""
+    arrays = jax.tree.map(jnp.asarray, dict(call.example.arrays))
+    config = jax_flash2.Config(deterministic=False)
+    own = passes(call.example, ours(call.example, config=config))[call.which]
+    arguments = (*call.operands, arrays)
+    return _jax_program(programs.lower(own, *arguments).compile(), arguments)
+
+
 def rows_of(
     shape: Shape, name: str, *, peers: Sequence[str], rounds: int
 ) -> list[dict]:
-    """A row of each peer for each pass; `peers` as of `started_by`."""
+    """A row of each peer for each pass; `peers`: "any_order", or as of `started_by`."""
     example, operands = examples(shape)[name], shape.operands()
     arrays = jax.tree.map(jnp.asarray, dict(example.arrays))
     others = started_by(peers, shape)
+    if "any_order" in peers:
+        others[ANY_ORDER] = _any_order
     started: dict[tuple[str, str], Program] = {}
     failures: dict[tuple[str, str], str] = {}
 
@@ -102,7 +114,7 @@ def rows_of(
                 start, Call(shape, name, example, which, operands)
             )
             for peer, start in others.items()
-            for which in PASSES
+            for which in PASSES[peer == ANY_ORDER :]
         }
         for which in PASSES:
             starts[which, OURS] = lambda x=which: _jax_program(
@@ -126,6 +138,8 @@ def rows_of(
     rows = []
     for which, peer in itertools.product(PASSES, (OURS, *others)):
         at = which, peer
+        if at == (PASSES[0], ANY_ORDER):
+            continue
         row: dict[str, Any] = {"shape": asdict(shape), "feature": name, "pass": which}
         row |= {"peer": peer, "failure": {**failures, **later}.get(at)}
         if at in timings:
@@ -163,7 +177,8 @@ def table(rows: Sequence[dict]) -> str:
         shape = Shape(**row["shape"])
         at = row["feature"], shape.head_size, shape.length
         found.setdefault(at, {})[row["pass"], row["peer"]] = row
-    peers = [x for x in (FLEX, FLASH4) if any(row["peer"] == x for row in rows)]
+    names = {row["peer"] for row in rows}
+    peers = [x for x in (FLEX, FLASH4, ANY_ORDER) if x in names]
     header = ["example", "H", "T"]
     for which in PASSES:
         header.append(f"{tables.TITLES[which]}: ours, ms")

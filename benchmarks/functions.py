@@ -31,7 +31,10 @@ _TOKENS = options.integers("tokens", "16k", "B x T, of rows that are not longer.
 _WIDTH = options.integers("width", "2k", "N x H.")
 _CALLS = flags.DEFINE_string("calls", "", "A regular expression: these examples alone.")
 _PEERS = options.names(
-    "peers", ["flex", "flash4"], ["flex", "flash4"], "Who is timed beside ours"
+    "peers",
+    ["flex", "flash4"],
+    ["flex", "flash4", "any_order"],
+    "Who is timed beside ours; any_order: ours with Config(deterministic=False)",
 )
 _REPEATS = options.repeats(7)
 _PART = options.part()

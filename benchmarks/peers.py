@@ -12,11 +12,13 @@ import jax
 from benchmarks.programs import JaxPeer, TorchPeer
 
 
-def _jax_flash2():
+def _jax_flash2(**config):
     import jax_flash2
 
+    own = jax_flash2.Config(**config) if config else None
+
     def attention(q, k, v, *, causal):
-        return jax_flash2.attention(q, k, v, is_causal=causal)
+        return jax_flash2.attention(q, k, v, is_causal=causal, config=own)
 
     return attention
 
@@ -66,11 +68,11 @@ def _torch_sdpa(backend):
     return attention
 
 
-def _flash4():
+def _flash4(**options):
     from flash_attn.cute import flash_attn_func
 
     def attention(q, k, v, *, causal):
-        out = flash_attn_func(q, k, v, causal=causal)
+        out = flash_attn_func(q, k, v, causal=causal, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return attention
@@ -83,7 +85,20 @@ def _sdpa(name: str, label: str, backend: str, *, gqa: bool = True) -> TorchPeer
 # In the order of tables: ours, then from the fastest to the slowest.
 _ALL = (
     JaxPeer("jax_flash2", "jax_flash2", _jax_flash2),
+    JaxPeer(
+        "jax_flash2_any_order",
+        "jax_flash2, any order",
+        functools.partial(_jax_flash2, deterministic=False),
+        same_forward=True,
+    ),
     TorchPeer("flash4", "FlashAttention-4 (CuTe)", _flash4, heads_first=False),
+    TorchPeer(
+        "flash4_deterministic",
+        "FlashAttention-4 (CuTe), deterministic",
+        functools.partial(_flash4, deterministic=True),
+        heads_first=False,
+        same_forward=True,
+    ),
     _sdpa("torch_cudnn", "cuDNN (torch)", "CUDNN_ATTENTION"),
     JaxPeer("cudnn", "cuDNN (jax.nn)", functools.partial(_jax_nn, "cudnn")),
     JaxPeer("tokamax_mosaic", "tokamax Mosaic", functools.partial(_tokamax, "mosaic")),

@@ -44,12 +44,14 @@ class JaxPeer:
       label: what tables and plots call it.
       load: imports what is needed; returns a function of query, key, value, `causal`.
       gqa: whether it takes fewer key/value heads than query heads.
+      same_forward: whether its forward is another peer's, and not timed again.
     """
 
     name: str
     label: str
     load: Callable[[], Callable]
     gqa: bool = True
+    same_forward: bool = False
 
     def function(self, shape: Shape) -> Callable:
         """Attention of query, key and value of this shape.
@@ -157,6 +159,7 @@ class TorchPeer:
         laid out so before anything is timed.
       gqa: whether it takes fewer key/value heads than query heads. If not, they are
         repeated before anything is timed.
+      same_forward: as of `JaxPeer`.
     """
 
     name: str
@@ -164,6 +167,7 @@ class TorchPeer:
     load: Callable[[], Callable]
     heads_first: bool = True
     gqa: bool = True
+    same_forward: bool = False
 
     def start(
         self, shape: Shape, operands: Sequence[jax.Array], which: str, pool: Executor

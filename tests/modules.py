@@ -58,6 +58,12 @@ def without_locations(module: bytes) -> str:
         return parsed.get_asm(enable_debug_info=False)
 
 
+def mosaic_modules(text: str) -> list[str]:
+    """Those of Mosaic GPU, without the number of each in the process (JAX 0.11)."""
+    found = map(without_locations, string_attributes(text, "module"))
+    return [re.sub(r'dump_basename = "\w+"', "", x) for x in found]
+
+
 def hashes(text: str) -> dict[str, list[str] | str]:
     """Of the kernels of a program, in order, and of the rest of it."""
     names = ("ir", "module")

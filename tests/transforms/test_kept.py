@@ -22,8 +22,8 @@ from jax_flash2 import Blocks, Config, _kept, attention
 from jax_flash2._operation import Operation
 from pallas_kernels import device, user_tables
 from tests.cases import INTERPRETED, ON_GPU
-from tests.lowering import kernel_modules, lower_for_gpu, on_gpu, string_attributes
-from tests.modules import without_locations
+from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
+from tests.modules import mosaic_modules
 from tests.settings import configured
 from tests.tiers import deeply
 
@@ -67,12 +67,6 @@ def made(monkeypatch):
     return names
 
 
-def of_mosaic(text: str) -> list[str]:
-    """Its Mosaic GPU modules, without the number of each in the process (JAX 0.11)."""
-    found = map(without_locations, string_attributes(text, "module"))
-    return [re.sub(r'dump_basename = "\w+"', "", x) for x in found]
-
-
 HALVES = ["flash2_forward", "flash2_backward"]
 
 
@@ -86,7 +80,7 @@ def test_read_again(folder, made, monkeypatch, gpu):
     monkeypatch.setenv(_kept.VARIABLE, _kept.OFF)
     anew = lower(LONG, LONG, LONG, gpu=gpu)
     assert kernel_modules(anew) == kernel_modules(first)
-    ours, others = map(of_mosaic, (first, anew))
+    ours, others = map(mosaic_modules, (first, anew))
     assert ours == others
     assert len(ours or kernel_modules(anew)) >= 2
 
