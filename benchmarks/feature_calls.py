@@ -23,6 +23,7 @@ class Feature:
       split: cuts each sequence in this many, in the batch.
       beside: name of the feature whose time this one's is compared with.
       mapped: `jax.vmap` maps a function of one head over batch and heads.
+      keywords: makes arguments of the arrays.
     """
 
     static: dict = dataclasses.field(default_factory=dict)
@@ -32,6 +33,7 @@ class Feature:
     split: int = 1
     beside: str = "plain"
     mapped: bool = False
+    keywords: Callable[[dict], dict] = dict
 
 
 def features(shape: Shape) -> dict[str, Feature]:
@@ -116,9 +118,9 @@ def passes(shape: Shape, feature: Feature) -> dict[str, Callable]:
 
     def call(q, k, v, arrays):
         def attention(q, k, v):
-            return jax_flash2.attention(
-                q, k, v, is_causal=shape.causal, **feature.static, **arrays
-            )
+            own = {"is_causal": shape.causal, **feature.static}
+            own |= feature.keywords(arrays)
+            return jax_flash2.attention(q, k, v, **own)
 
         heads = jax.vmap(attention, 1, 1)
         return (jax.vmap(heads) if feature.mapped else attention)(q, k, v)

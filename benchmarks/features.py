@@ -1,6 +1,7 @@
 """What each feature of `attention` costs, against plain causal attention.
 
     python -m benchmarks.features
+    python -m benchmarks.features --functions
 
 B 2, T 8192, N 16, H 128, bfloat16 unless flags say otherwise, every feature by itself
 on top of the causal mask. Forward; backward to query, key and value; and, for a bias,
@@ -10,6 +11,9 @@ by as much as they should. Their plain is one of about as many pairs for each qu
 shorter sequences in a larger batch. The boolean masks are one that keeps nine pairs in
 ten at random, so that no block can be skipped or taken as full; documents; and padding.
 Rows go to `features.jsonl`.
+
+`--functions` times functions of pairs instead, beside the features that they stand for
+(`benchmarks.function_features`); rows go to `function_features.jsonl`.
 """
 
 import functools
@@ -23,6 +27,7 @@ from absl import flags
 
 from benchmarks import cost_tables, harness, options, programs, records
 from benchmarks.feature_calls import Feature, features, passes
+from benchmarks.function_features import function_features
 from benchmarks.harness import Program
 from benchmarks.peers import OURS
 from jax_flash2.tune.problems import Shape
@@ -31,6 +36,7 @@ _BATCH = flags.DEFINE_integer("batch", 2, "B.", lower_bound=1)
 _LENGTH = options.integers("length", "8k", "Sequence length, T: one number.")
 _HEADS = flags.DEFINE_integer("heads", 16, "N.", lower_bound=1)
 _HEAD_SIZE = flags.DEFINE_integer("head_size", 128, "H.", lower_bound=1)
+_FUNCTIONS = flags.DEFINE_bool("functions", False, "Functions of pairs instead.")
 _DTYPE = options.dtype("bfloat16")
 _REPEATS = options.repeats(7)
 _RESULTS_DIR, _COMMIT = options.files()
@@ -73,9 +79,8 @@ def _started(shape: Shape, found: Mapping[str, Feature]) -> tuple[dict, dict]:
     return started, failures
 
 
-def rows_of(shape: Shape, *, rounds: int) -> list[dict]:
+def rows_of(shape: Shape, found: Mapping[str, Feature], *, rounds: int) -> list[dict]:
     """A row for each feature and pass."""
-    found = features(shape)
     with harness.compiling():
         timed, failures = _started(shape, found)
     print(f"timing {len(timed)} programs, {rounds} rounds", flush=True)
@@ -101,8 +106,10 @@ def main():
     shape = Shape(
         *(_BATCH.value, length, heads, heads, _HEAD_SIZE.value, True, _DTYPE.value)
     )
-    run = records.Run.start("features", _RESULTS_DIR.value, commit=_COMMIT.value)
-    rows = [run.write(row) for row in rows_of(shape, rounds=_REPEATS.value)]
+    name = "function_features" if _FUNCTIONS.value else "features"
+    run = records.Run.start(name, _RESULTS_DIR.value, commit=_COMMIT.value)
+    found = (function_features if _FUNCTIONS.value else features)(shape)
+    rows = [run.write(row) for row in rows_of(shape, found, rounds=_REPEATS.value)]
     print(f"\n{run.path}\n\n{cost_tables.features(rows)}")
 
 

@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "first_calls": cost_tables.first_calls,
     "dispatch": cost_tables.dispatch,
     "features": cost_tables.features,
+    "function_features": cost_tables.features,
     "cpu": cost_tables.cpu,
     "context": context_tables.context,
     "models": model_tables.models,

@@ -12,6 +12,7 @@ captures. The exit code is 1 if a function breaks the rule.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -24,8 +25,13 @@ import numpy as np
 import pytest
 
 from jax_flash2 import Blocks, Config, attention, explain
-from tests import mosaic_interpreter, tolerances
+from tests import (
+    conftest,  # noqa: F401, settings that must be made before JAX starts
+    mosaic_interpreter,
+    tolerances,
+)
 from tests.cases import ON_GPU
+from tests.lowering import on_gpu
 
 B, N, K = 2, 4, 2
 # Where what is exact is computed: XLA has made max(abs(x), -y) of integers wrong on a
@@ -379,18 +385,19 @@ def check(seed: int, implementation: str, monkeypatch) -> float | None:
 
 def checked(problem: Problem, implementation: str, monkeypatch) -> float | None:
     """`check` of a problem."""
-    way = WAYS[implementation]
-    if implementation == "mosaic_gpu" and not ON_GPU:
-        return problem.check(problem.interpreted(monkeypatch))
-    options = {**way.options, "implementation": implementation}
+    is_interpreted = implementation == "mosaic_gpu" and not ON_GPU
+    options = {**WAYS[implementation].options, "implementation": implementation}
     mods = {
         "score_mod": problem.score_mod(problem.captured),
         "mask_mod": problem.mask_mod,
     }
-    text = explain(*problem.arrays, **mods, **options)
+    with on_gpu() if is_interpreted else contextlib.nullcontext():
+        text = explain(*problem.arrays, **mods, **options)
     if text.startswith("error"):
         assert "its kernels lack" in text or "an array with" in text, text
         return None
+    if is_interpreted:
+        return problem.check(problem.interpreted(monkeypatch))
     return problem.check(problem.found(options))
 
 
