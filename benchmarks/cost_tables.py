@@ -186,11 +186,21 @@ def dispatch(rows: Sequence[Mapping]) -> str:
 
 
 def features(rows: Sequence[Mapping]) -> str:
-    """Milliseconds with each feature, and times those of plain for each pair kept.
+    """Milliseconds with each feature, and times those beside it for each pair kept.
 
-    The backward is forward and backward less the forward; plain attention is that with
-    about as many pairs for each query.
+    The backward is forward and backward less the forward. A table for each shape.
     """
+    parts = [tables.origin(rows)]
+    shapes = dict.fromkeys(Shape(**row["shape"]) for row in rows)
+    for shape in shapes:
+        own = [row for row in rows if Shape(**row["shape"]) == shape]
+        parts += [str(shape), _features(own)]
+    lines = [f"- {row['feature']}: {row['failure']}" for row in rows if row["failure"]]
+    return "\n\n".join(filter(None, [*parts, "\n".join(lines)]))
+
+
+def _features(rows: Sequence[Mapping]) -> str:
+    """The table of a shape."""
     by_feature: dict[str, dict[str, Mapping]] = {}
     for row in rows:
         by_feature.setdefault(row["feature"], {})[row["pass"]] = row
@@ -203,12 +213,12 @@ def features(rows: Sequence[Mapping]) -> str:
             found["with_operand"] = seconds["with_operand"] - forward
         return found
 
-    lines, failed = [], []
+    lines = []
     for name, passes in by_feature.items():
-        pairs = passes["forward"]["pairs"]
-        line = [name, f"{pairs:.3g}"]
+        pairs, other = passes["forward"]["pairs"], passes["forward"]["beside"]
+        line = [name, f"{pairs:.3g}", other]
         found = times(passes)
-        others = by_feature[passes["forward"]["beside"]]
+        others = by_feature[other]
         beside = {"with_operand": times(others)["backward"]} | times(others)
         for which in ("forward", "backward", "with_operand"):
             ratio = math.nan
@@ -220,14 +230,6 @@ def features(rows: Sequence[Mapping]) -> str:
         last = list(passes.values())[-1].get("memory") or {}
         line.append(f"{last['temp'] / 2**20:.4g}" if last.get("temp") else "")
         lines.append(line)
-        failed += [f"- {name}: {r['failure']}" for r in passes.values() if r["failure"]]
-    header = ["feature", "pairs kept", "forward, ms (x plain, per pair)", "backward"]
-    header += ["backward with the gradient of bias, slopes, sinks", "extra MiB"]
-    shape = str(Shape(**rows[0]["shape"]))
-    parts = [
-        tables.origin(rows),
-        shape,
-        tables.markdown(header, lines),
-        "\n".join(failed),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    header = ["feature", "pairs kept", "beside", "forward, ms (x beside, per pair)"]
+    header += ["backward", "backward with the operand's gradient", "extra MiB"]
+    return tables.markdown(header, lines)

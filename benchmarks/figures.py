@@ -17,6 +17,7 @@ from absl import flags
 from benchmarks import (
     context_tables,
     cost_tables,
+    function_rows,
     model_tables,
     options,
     records,
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
     "dispatch": cost_tables.dispatch,
     "features": cost_tables.features,
     "function_features": cost_tables.features,
+    "functions": function_rows.results,
     "cpu": cost_tables.cpu,
     "context": context_tables.context,
     "models": model_tables.models,

@@ -7,6 +7,8 @@ about as many keys.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -101,11 +103,9 @@ def _feature(example: Example, **about) -> Feature:
 
 
 def _split(keys: float, length: int) -> int:
-    """Parts of a sequence, a power of two, that have at least so many keys."""
-    split = 1
-    while length // (2 * split) >= keys and length // (2 * split) >= _BLOCK:
-        split *= 2
-    return split
+    """Into how many parts, a power of two, of about so many keys a sequence is cut."""
+    most = max(1, length // _BLOCK)
+    return min(most, 1 << max(0, round(math.log2(length / keys))))
 
 
 def _kept(example: Example, length: int) -> int:

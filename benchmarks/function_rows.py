@@ -170,6 +170,18 @@ def _fastest(own: dict, which: str, label: str) -> dict | None:
     return min(timed or forms[:1], key=lambda x: x.get("seconds", 0), default=None)
 
 
+def results(rows: Sequence[dict]) -> str:
+    """Where rows come from, and their table, in order."""
+
+    def place(row: dict):
+        shape = Shape(**row["shape"])
+        names = list(examples(shape))
+        return shape.head_size, shape.length, names.index(row["feature"])
+
+    rows = sorted(rows, key=place)
+    return f"{tables.origin(rows)}\n\n{table(rows)}"
+
+
 def table(rows: Sequence[dict]) -> str:
     """Milliseconds of all peers, and how many times as fast ours is."""
     found: dict[tuple, dict] = {}

@@ -20,9 +20,9 @@ import itertools
 
 from absl import flags
 
-from benchmarks import options, records, tables
+from benchmarks import options, records
 from benchmarks.function_calls import examples
-from benchmarks.function_rows import rows_of, table
+from benchmarks.function_rows import results, rows_of
 from jax_flash2.tune.problems import Shape
 
 _LENGTHS = options.integers("lengths", "2k,8k,32k", "Sequence lengths, T.")
@@ -65,7 +65,7 @@ def main():
             progress.step(f"{shape}: {name}")
     if not _PART.is_whole:
         rows = records.newest(_RESULTS_DIR.value, "functions")
-    print(f"\n{run.path}\n\n{tables.origin(rows)}\n\n{table(rows)}")
+    print(f"\n{run.path}\n\n{results(rows)}")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def overview(rows: Sequence[Mapping]) -> str:
     Two passes, forward / backward, as both in one lie between them.
     """
     rows = [row for row in rows if row["peer"] in present(rows)]
-    peers = names(rows)
+    peers = [x for x in names(rows) if not _has_same_forward(x)]
     found = {
         which: by_shape(row for row in rows if row["pass"] == which) for which in PASSES
     }
@@ -174,13 +174,16 @@ def overview(rows: Sequence[Mapping]) -> str:
             shown += found[which][shape].values()
         both = zip(*cells, strict=True)
         words = (
-            " / ".join(dict.fromkeys(x) if "fails" in x else (y or "-" for y in x))
-            for x in both
+            " / ".join(dict.fromkeys(x) if "fails" in x else x) for x in both
         )
         lines.append([str(shape), *words])
     table = markdown(["B x T, N (K) x H", *map(label, peers)], lines)
     parts = [origin(rows), table, failures(shown), by_peer(rows)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _has_same_forward(name: str) -> bool:
+    return name in PEERS and PEERS[name].same_forward
 
 
 def by_peer(rows: Sequence[Mapping]) -> str:
@@ -195,7 +198,7 @@ def by_peer(rows: Sequence[Mapping]) -> str:
             line = [label(peer)]
             for which in passes:
                 values = _quotients(found[which].values(), peer)
-                line += [_spread(values), str(len(values))]
+                line += [_spread(values), str(len(values) or "")]
             lines.append(line)
     if not lines:
         return ""

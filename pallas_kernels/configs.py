@@ -129,8 +129,7 @@ class Config:
         kernel of "mosaic_gpu" for heads that are not wide (see `dkv`) adds to the
         gradient of query in any order, as other libraries do, so that no program waits
         for all before it; last bits then differ from call to call. All other kernels
-        have one order anyway. Compiled for Hopper and tested in JAX's interpreter,
-        which runs programs one after another; no GPU has run False yet.
+        have one order anyway.
 
     Raises:
       TypeError, ValueError: if a field is not as above.
