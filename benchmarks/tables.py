@@ -173,9 +173,7 @@ def overview(rows: Sequence[Mapping]) -> str:
             cells.append(_cells(found[which][shape], peers))
             shown += found[which][shape].values()
         both = zip(*cells, strict=True)
-        words = (
-            " / ".join(dict.fromkeys(x) if "fails" in x else x) for x in both
-        )
+        words = (" / ".join(dict.fromkeys(x) if "fails" in x else x) for x in both)
         lines.append([str(shape), *words])
     table = markdown(["B x T, N (K) x H", *map(label, peers)], lines)
     parts = [origin(rows), table, failures(shown), by_peer(rows)]

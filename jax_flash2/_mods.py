@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_flash2._rows import RowSharding
 from jax_flash2._shape import Shape
-from pallas_kernels.core.axes import ALL_KEYS, Named
+from pallas_kernels.core.axes import ALL_KEYS, Named, undivided
 from pallas_kernels.core.masks import Atom, MaskMod, split
 from pallas_kernels.core.pointwise import (
     INDICES,
@@ -155,6 +155,13 @@ class Mods:
                 "jnp.where in place of if, and jnp.asarray(x)[q] of a NumPy array: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        except (TypeError, ValueError, IndexError) as error:
+            # JAX's of a number that is taken for an array, or the function's own.
+            text = str(error).partition("\n")[0]
+            raise TypeError(
+                f"{name} is called with numbers, which have no axes, and raises "
+                f"{type(error).__name__}: {text}"
+            ) from error
         for x in traced.captured:
             _check_captured(name, x)
         return traced
@@ -205,14 +212,15 @@ def _after(rows: Named, offset: Named | None) -> Named:
     """Numbers along one axis, from an offset on."""
     if offset is None:
         return rows
-    axes = (*offset.axes, *rows.axes)
-    return Named(rows.to(axes) + jnp.asarray(offset.value)[..., None], axes)
+    axes, first = (*offset.axes, *rows.axes), undivided(jnp.asarray(offset.value))
+    return Named(rows.to(axes) + first[..., None], axes)
 
 
 def _edged(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
     """x with its first and last elements repeated."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (before, after)
+    x = undivided(x)
     return jnp.pad(x, pad, mode="edge")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_flash2 import Blocks, Config, _backends
 from pallas_kernels.configs import KERNELS
+from tests import functions
 
 Arguments = Callable[[np.random.Generator, "Case"], dict[str, Any]]
 
@@ -250,16 +251,22 @@ SHAPES = {
     "value": {"d": 24},
     "batch": {"batch": (3,)},
 }
+# A caller's functions of pairs, which capture arrays (`tests.functions`).
+FUNCTIONS = {
+    "score_mod": Feature(functions.learnt),
+    "mask_mod": Feature(functions.kept),
+}
 
 
 def _pairwise() -> list[Case]:
-    """Cases in which any two of the features and shapes meet: both, one, the other.
+    """Cases in which any two of all that have names meet: both, one, the other.
 
     Of `count` cases each name has a subset of its own of more than half of them: any
     two have one case in common, and each has one that the other lacks (Kleitman and
     Spencer 1973). Where neither is, is the case "plain".
     """
-    names = [*FEATURES, *SHAPES]
+    features = FEATURES | FUNCTIONS
+    names = [*FEATURES, *SHAPES, *FUNCTIONS]
     count = next(
         n for n in itertools.count(2) if math.comb(n, n // 2 + 1) >= len(names)
     )
@@ -269,8 +276,8 @@ def _pairwise() -> list[Case]:
     for i in range(count):
         has = [name for name in names if i in of[name]]
         shape = {k: x for name in has for k, x in SHAPES.get(name, {}).items()}
-        functions = [FEATURES[name].typical for name in has if name in FEATURES]
-        cases.append(Case(f"pairwise_{i}", _with(*functions), t=37, **shape))
+        made = [features[name].typical for name in has if name in features]
+        cases.append(Case(f"pairwise_{i}", _with(*made), t=37, **shape))
     return cases
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_flash2 import Context, attention, stripe, unstripe
 from tests import tolerances
 from tests.cases import Arguments, Case
+from tests.functions import is_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +59,9 @@ class Divided:
     def __call__(self, query, key, value, return_residual=False, **arguments):
         count = 2 + arguments.get("return_max_logit", False)
         given = {"query": query, "key": key, "value": value, **arguments}
-        arrays = {
-            n: x for n, x in given.items() if isinstance(x, np.ndarray | jax.Array)
-        }
+        arrays = {n: x for n, x in given.items() if is_data(x)}
         static = {n: x for n, x in given.items() if n not in arrays}
-        axes = {n: _axis_of_rows(n, x.shape) for n, x in arrays.items()}
+        axes = {n: _axis_of_rows(n, x) for n, x in arrays.items()}
 
         def call(arrays):
             return attention(
@@ -98,9 +97,7 @@ class Divided:
         (name,) = self.context.axes
         mapped = jax.vmap(call, (axes,), (rows,) * count, axis_name=name)
 
-        def apart(x, axis: int | None):
-            if axis is None:
-                return x
+        def apart(x, axis: int):
             own = x.shape[axis] // self.parts
             return x.reshape(*x.shape[:axis], self.parts, own, *x.shape[axis + 1 :])
 
@@ -108,14 +105,23 @@ class Divided:
             return x.reshape(*x.shape[:rows], -1, *x.shape[rows + 2 :])
 
         def run(arrays):
-            own = {n: apart(jnp.asarray(x), axes[n]) for n, x in arrays.items()}
+            own = {
+                n: x if axes[n] is None else apart(jnp.asarray(x), axes[n])
+                for n, x in arrays.items()
+            }
             return tuple(map(joined, mapped(own)))
 
         return run
 
 
-def _axis_of_rows(name: str, shape: tuple[int, ...]) -> int | None:
-    """The axis of an argument that is divided; its keys are whole beside query rows."""
+def _axis_of_rows(name: str, x) -> int | None:
+    """The axis of an argument that is divided; its keys are whole beside query rows.
+
+    Functions capture arrays that each device has whole.
+    """
+    if name in ("score_mod", "mask_mod"):
+        return None
+    shape = x.shape
     last = len(shape)
     if name in ("query", "key", "value"):
         return last - 3
@@ -143,7 +149,7 @@ def check_in_float64(call: Divided, case: Case, seed: int = 0) -> None:
     """All results and every gradient are those of the oracle, to 1e-11."""
     with jax.enable_x64(True):
         arrays, arguments = case.inputs(jnp.float64, seed)
-        arguments = {n: _wide(x) for n, x in arguments.items()}
+        arguments = {n: jax.tree.map(_wide, x) for n, x in arguments.items()}
         arguments["return_max_logit"] = True
         cotangents = tolerances.cotangents_for(case, jnp.float64, seed + 1)
         cotangents = tuple(map(_wide, cotangents))

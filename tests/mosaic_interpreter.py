@@ -4,7 +4,8 @@ It runs warpgroups and warps as threads, with barriers, copies by TMA and produc
 programs one after the other. What it lacks is put in its place here:
 
 - what kernels say to the GPU in PTX: plain JAX;
-- semaphores: nothing, as programs of lower numbers have ended;
+- semaphores: counts of signals and waits. No wait needs to block, as programs of lower
+  numbers have ended: what it waits for must be there (`tests.semaphores`);
 - products of registers, stores to sums of products, and additions by TMA;
 - products by mma.sync, and copies without a barrier (cp.async): at once.
 
@@ -37,6 +38,7 @@ from pallas_kernels.mosaic_gpu import hopper, pairwise, support
 from pallas_kernels.mosaic_gpu.ampere import products
 from pallas_kernels.mosaic_gpu.hopper import ddistance, fp8_bytes
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
+from tests import semaphores
 
 # Few, so that programs go through several tiles.
 PROGRAMS = 3
@@ -138,15 +140,6 @@ def _joined(p: jax.Array) -> jax.Array:
 
 def _cleared(sums: jax.Array, after: jax.Array) -> jax.Array:
     return sums.at[:, -after.shape[1] :].set(0.0 * after)
-
-
-class _Semaphores:
-    """Of any shape."""
-
-    at = property(lambda self: self)
-
-    def __getitem__(self, index):
-        return self
 
 
 # What the interpreter does not know.
@@ -337,9 +330,10 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(products, "as_left", lambda x: x)
     put(plgpu, "copy_gmem_to_smem", _copy_at_once(plgpu.copy_gmem_to_smem))
     put(plgpu, "wait_gmem_to_smem", lambda n: None)
-    put(pl, "get_global", lambda kind: _Semaphores())
-    put(plgpu, "semaphore_wait", lambda *_, **__: None)
-    put(plgpu, "semaphore_signal", lambda *_, **__: None)
+    semaphores.forget()
+    put(pl, "get_global", semaphores.new)
+    put(plgpu, "semaphore_wait", semaphores.counting("wait"))
+    put(plgpu, "semaphore_signal", semaphores.counting("signal"))
     put(plgpu, "kernel", functools.partial(plgpu.kernel, interpret=parameters))
     for name, instead in (("wgmma", _product), ("copy_smem_to_gmem", _copy)):
         original = getattr(callbacks, name)
@@ -405,4 +399,6 @@ def evaluate(arrays, cotangents, arguments) -> dict[str, np.ndarray]:
             return results | {_ARGUMENTS.get(n, n): x for n, x in found.items()}
 
     results = run(tuple(x.value for x in call.operands), cotangents)
-    return {name: np.asarray(x, np.float64) for name, x in results.items()}
+    found = {name: np.asarray(x, np.float64) for name, x in results.items()}
+    assert not semaphores.unmet(), semaphores.unmet()
+    return found

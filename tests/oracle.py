@@ -10,10 +10,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-# Arguments that have gradients; "gain" is of a term that only tests have.
+# Arguments that have gradients, beside what a score_mod captures; "gain" is of a term
+# that only tests have.
 OPERANDS = ("bias", "alibi_slopes", "sinks", "scale", "gain")
 
-# out, lse, max_logit if asked for, query, key, value (gradients), OPERANDS
+# out, lse, max_logit if asked for, query, key, value (gradients), OPERANDS, and
+# "score_mod_..." for each array of `tests.functions.Learnt`
 Results = dict[str, np.ndarray]
 
 
@@ -24,6 +26,8 @@ class Pairs(NamedTuple):
     dz: np.ndarray  # gradient of the score before its soft cap
     distance: np.ndarray  # |query position - key position|
     of_gain: np.ndarray | float  # derivative of the score by the gain of a test's term
+    slope: np.ndarray | float  # of a score_mod
+    of_captured: Results  # derivatives of a score_mod by each array that it captures
 
 
 def attention(
@@ -34,8 +38,9 @@ def attention(
     Args:
       arrays: query, key and value.
       cotangents: of the output and of the log-sum-exp.
-      arguments: the others of `attention`, by name. Also "term" and "gain": the last
-        term of the score and its operand (`tests.toy_score.InNumPy`).
+      arguments: the others of `attention`, by name; score_mod and mask_mod are those of
+        `tests.functions`. Also "term" and "gain": the last term of the score and its
+        operand (`tests.toy_score.InNumPy`).
       rounded: None for the exact results, in float64. A dtype for what plain attention
         in it gives: products take operands in that dtype and sum in float32, and
         everything else is in float32.
@@ -73,12 +78,17 @@ def attention(
         z = scale * qk + np.asarray(arguments.get("bias", 0.0), wide)
         z = z - slopes * distance
         capped = score = z if cap is None else cap * np.tanh(z / wide(cap))
+        keep = kept_pairs(arguments, (*batch, n, t, s), position)
+        score_mod, slope, of_captured = arguments.get("score_mod"), 1.0, {}
+        if score_mod is not None:
+            score, slope, of_captured = score_mod.in_numpy(capped, position)
+            of_captured = {n: np.where(keep, x, 0.0) for n, x in of_captured.items()}
         term, gain = arguments.get("term"), arguments.get("gain")
-        of_gain = 0.0
+        of_gain, term_slope = 0.0, 1.0
         if term is not None:
             gain = np.asarray(gain, wide)
-            score, of_gain = term.value(capped, gain), term.of_operand(capped)
-        keep = kept_pairs(arguments, (*batch, n, t, s), position)
+            of_gain, term_slope = term.of_operand(score), term.slope(score, gain)
+            score = term.value(score, gain)
         score = np.where(keep, score, -np.inf)
         largest = np.maximum(score.max(-1, keepdims=True, initial=-np.inf), sinks)
         empty = ~(score > -np.inf).any(-1, keepdims=True)
@@ -98,7 +108,9 @@ def attention(
         dz = p * (dp - delta)
         d_gain = (dz * np.where(keep, of_gain, 0.0)).sum((-2, -1))
         if term is not None:
-            dz = dz * np.where(keep, term.slope(capped, gain), 0.0)
+            dz = dz * np.where(keep, term_slope, 0.0)
+        d_captured = {n: score_mod.summed(n, dz * x) for n, x in of_captured.items()}
+        dz = dz * slope
         if cap is not None:
             dz = dz * (1 - np.where(keep, capped / wide(cap), 0) ** 2)
         ds = narrow(dz)
@@ -115,6 +127,8 @@ def attention(
             "scale": (dz * np.where(dz == 0, 0.0, qk)).sum(),
             "gain": d_gain,
         }
+    for name, x in d_captured.items():
+        results[name] = x if rounded is None else x.astype(np.float32)
     for name in ("key", "value"):
         x = results[name]
         grouped = x.reshape(*batch, heads, n // heads, *x.shape[-2:])
@@ -132,7 +146,8 @@ def attention(
         if isinstance(argument, np.ndarray | jax.Array):
             x = summed_to(x, argument.shape)
             results[name] = x if rounded is None else x.astype(argument.dtype)
-    return results, Pairs(p, dz, distance, np.where(keep, of_gain, 0.0))
+    of_gain = np.where(keep, of_gain, 0.0)
+    return results, Pairs(p, dz, distance, of_gain, slope, of_captured)
 
 
 def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.ndarray:
@@ -161,6 +176,8 @@ def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.nd
         keep &= ids[..., None, :, None] == others[..., None, None, :]
     if "mask" in arguments:
         keep &= np.asarray(arguments["mask"])
+    if "mask_mod" in arguments:
+        keep &= arguments["mask_mod"].in_numpy(position)
     if "bias" in arguments:
         keep &= ~is_mask(arguments["bias"], arguments.get("logits_soft_cap"))
     return keep

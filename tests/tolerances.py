@@ -29,6 +29,7 @@ import numpy as np
 from jax_flash2 import attention
 from tests import oracle
 from tests.cases import ON_GPU
+from tests.functions import is_data
 from tests.oracle import OPERANDS, Results, summed_to
 
 # (times the error of plain attention, roundings of the largest exact value)
@@ -43,6 +44,8 @@ HEADS = {
     "alibi_slopes": -1,
     "sinks": -1,
     "gain": -1,
+    "score_mod_gain": -1,
+    "score_mod_keys": None,
     "scale": None,
 }
 
@@ -56,14 +59,12 @@ def evaluate(arrays, cotangents, arguments, call: Callable = attention) -> Resul
     inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
     data, static = {}, {}
     for name, x in arguments.items():
-        array = isinstance(x, np.ndarray | jax.Array)
-        if name in OPERANDS and array:
-            inputs[name] = jnp.asarray(x)
-        elif array:
-            # An input: of constants XLA would compute much itself, slowly.
-            data[name] = jnp.asarray(x)
-        else:
+        if not is_data(x):
             static[name] = x
+            continue
+        # An input: of constants XLA would compute much itself, slowly.
+        kind = inputs if name in (*OPERANDS, "score_mod") else data
+        kind[name] = jax.tree.map(jnp.asarray, x)
     operands = inputs, cotangents, data
     leaves, tree = jax.tree.flatten(operands)
     kinds = tuple((x.shape, x.dtype) for x in leaves)
@@ -89,9 +90,15 @@ def _program(function: Callable, static: frozenset, kinds):
         # The largest scores have no gradient, whatever their cotangent.
         others = tuple(map(jnp.ones_like, results[2:]))
         named = dict(zip(("out", "lse", "max_logit"), results, strict=False))
-        return named | vjp((*cotangents, *others))[0]
+        return named | of_arrays(vjp((*cotangents, *others))[0])
 
     return run
+
+
+def of_arrays(inputs: dict) -> dict[str, jax.Array]:
+    """Each array by its name: of a score_mod those that it captures."""
+    found = jax.tree.leaves_with_path(inputs)
+    return {jax.tree_util.keystr(at, simple=True, separator="_"): x for at, x in found}
 
 
 def cotangents_for(case, dtype, seed: int = 1):
@@ -119,7 +126,7 @@ def exact(arrays, cotangents, arguments) -> Results:
 def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     query, key, value = arrays
     do, dlse = cotangents
-    p, dz, distance, of_gain = pairs
+    p, dz, distance, of_gain, slope, of_captured = pairs
     *batch, _, n, h = query.shape
     s, k = key.shape[-3:-1]
     # |dp| is about |do| |v| / sqrt(Hv).
@@ -128,7 +135,7 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     kept = 1 - arguments.get("dropout_rate", 0)
     dp = np.linalg.norm(do, axis=-1) * largest / kept
     dp = dp + np.abs(dlse)
-    squares = dz**2 + (p * np.moveaxis(dp, -1, -2)[..., None]) ** 2
+    squares = dz**2 + (slope * p * np.moveaxis(dp, -1, -2)[..., None]) ** 2
     scale = arguments.get("scale")
     scale = h**-0.5 if scale is None else float(scale)
 
@@ -144,7 +151,7 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     products = np.einsum("...tnh,...snh->...nts", query**2, keys**2)
     bias = np.asarray(arguments.get("bias", 0.0), np.float64)
     slopes = np.asarray(arguments.get("alibi_slopes", 0.0), np.float64)[..., None, None]
-    scores = scale**2 * products + bias**2 + (slopes * distance) ** 2
+    scores = slope**2 * (scale**2 * products + bias**2 + (slopes * distance) ** 2)
     lse = np.where(np.isfinite(results["lse"]), results["lse"], np.inf)
     of_sink = np.exp(arguments.get("sinks", -np.inf) - lse)
     delta = np.sum(results["out"] * do, -1) - dlse
@@ -164,6 +171,8 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
         "sinks": (of_sink**2 * (delta**2 + dp**2)).swapaxes(-1, -2).sum(-1),
         "scale": (squares * products).sum(),
     }
+    for name, of in of_captured.items():
+        terms[name] = arguments["score_mod"].summed(name, squares * of**2)
     of_exponents = (p * np.log(np.where(p > 0, p, 1.0)) / kept) ** 2
     if "max_logit" in results:  # those of any score may be of the largest
         of_pairs = np.where(p > 0, np.where(np.isfinite(scores), scores, 0.0), 0.0)

@@ -291,6 +291,18 @@ def varying_alike(arrays: tuple) -> tuple:
     )
 
 
+def undivided(x: jax.Array) -> jax.Array:
+    """All of x on each device, where its type says that it is divided.
+
+    For operations whose results JAX gives no such type (explicit meshes).
+    """
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.reshard(x, whole)
+
+
 def contract(a: Named, b: Named, axes: Axes, precision=None) -> jax.Array:
     """The products of a and b, summed over the axes that `axes` lacks.
 

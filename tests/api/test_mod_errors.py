@@ -4,11 +4,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from jax_flash2 import attention
 from tests.kernels.test_mods import ARRAYS
 
 X = jnp.zeros((3, 4))
+KEY = jax.random.key(0)
+
+
+def _printed(score):
+    jax.debug.print("{}", score)
+    return score
+
+
+def _called_back(score):
+    return io_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), score)
+
+
+# Of a number and two arrays' places; both functions say so.
+NOT_POINTWISE = {
+    "uses a captured array of shape (3, 4) whole ('sort', test_mod_errors.py:": (
+        lambda x, q, kv: x + jnp.sort(X[q])[kv]
+    ),
+    "uses a captured array of shape (3, 4) whole ('cumsum', test_mod_errors.py:": (
+        lambda x, q, kv: x + jnp.cumsum(X, axis=1)[q, kv]
+    ),
+    "uses a captured array of shape (3, 4) whole ('reduce_max', test_mod_errors.py:": (
+        lambda x, q, kv: x + jax.nn.softmax(X[q])[kv]
+    ),
+    "uses a captured array of shape (3, 4) whole ('argmax', test_mod_errors.py:": (
+        lambda x, q, kv: x + jnp.argmax(X[q])
+    ),
+    "uses 'sort' (test_mod_errors.py:": lambda x, q, kv: jnp.sort(x[None])[0],
+    "uses 'cumsum' (test_mod_errors.py:": lambda x, q, kv: jnp.cumsum(x)[0],
+    "uses 'iota' (test_mod_errors.py:": lambda x, q, kv: x + jnp.arange(1)[0],
+    "with numbers, which have no axes, and raises ValueError: axis -1 is out of": (
+        lambda x, q, kv: jnp.sort(x)
+    ),
+    "with numbers, which have no axes, and raises IndexError: Too many indices": (
+        lambda x, q, kv: x[0]
+    ),
+    "captures a random key: pass dropout_rate": (
+        lambda x, q, kv: x + jax.random.normal(KEY)
+    ),
+    "uses 'random_seed' (": lambda x, q, kv: x + jax.random.normal(jax.random.key(0)),
+    "has a side effect, 'debug_print' (test_mod_errors.py:": (
+        lambda x, q, kv: jax.jit(_printed)(x)
+    ),
+    "has a side effect, 'io_callback' (test_mod_errors.py:": (
+        lambda x, q, kv: _called_back(x)
+    ),
+}
 WRONG = {
     "must be a function of (score, b, h, q, kv), got int": 3,
     "must be a function of (score, b, h, q, kv): too many": lambda s, b, h, q: s,
@@ -43,6 +90,19 @@ def test_errors(text):
     with pytest.raises((TypeError, ValueError), match="score_mod") as error:
         attention(*ARRAYS, score_mod=WRONG[text])
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("text", NOT_POINTWISE)
+def test_errors_of_both(text):
+    """A function of numbers has no axes to work along, and no effects."""
+    function = NOT_POINTWISE[text]
+    for name, mod in (
+        ("score_mod", lambda s, b, h, q, kv: function(s, q, kv)),
+        ("mask_mod", lambda b, h, q, kv: function((q - kv) * 1.0, q, kv) > 0),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} ") as error:
+            attention(*ARRAYS, **{name: mod})
+        assert text in str(error.value)
 
 
 def test_errors_of_masks():

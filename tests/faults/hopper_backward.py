@@ -33,6 +33,39 @@ MUTANTS = [
             "in_order = False",
             ORDER,
         ),
+        (
+            "nobody waits to add to dq",
+            "plgpu.semaphore_wait(semaphore, done",
+            "(lambda *_, **__: None)(semaphore, done",
+            ORDER,
+        ),
+        (
+            "no addition to dq is told",
+            "plgpu.wait_smem_to_gmem(0)\nplgpu.semaphore_signal(",
+            "plgpu.wait_smem_to_gmem(0)\n(lambda *_, **__: None)(",
+            SHARED,
+        ),
+        (
+            "without an order nobody is told of the first",
+            "pl.when(turn.before == 0)(tell)",
+            "pass",
+            ORDER,
+        ),
+    ),
+    *of(
+        "pallas_kernels/mosaic_gpu/hopper/backward_consumer.py",
+        (
+            "parts of a shared block are not told",
+            "tiles.shared_number]\nplgpu.semaphore_signal(",
+            "tiles.shared_number]\n(lambda *_, **__: None)(",
+            SHARED,
+        ),
+        (
+            "nobody waits for parts of a shared block",
+            "plgpu.semaphore_wait(semaphore, count",
+            "(lambda *_, **__: None)(semaphore, count",
+            SHARED,
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/backward_plan.py",

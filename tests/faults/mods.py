@@ -307,6 +307,30 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/core/pointwise/tables.py",
+        (
+            "the tangent of a shared table varies along no mesh axis",
+            "varying, _ = varying_alike((tangents[0], found))",
+            "varying = tangents[0]",
+            "tests/devices/test_mods.py -k 'shard_map and inside'",
+        ),
+    ),
+    *of(
+        "pallas_kernels/core/pointwise/binding.py",
+        (
+            "a table is divided where JAX gives what it reads no type",
+            "        array = undivided(array)\n",
+            "",
+            "tests/devices/test_mods.py -k 'meshes and Explicit'",
+        ),
+        (
+            "constants beside an index that varies between devices do not",
+            "args = varying_alike(tuple(map(jnp.asarray, args)))",
+            "args = tuple(args)",
+            "tests/devices/test_mods.py -k 'shard_map and inside'",
+        ),
+    ),
+    *of(
         "jax_flash2/_mods.py",
         (
             "floats of few bits as bits of wide ones",
@@ -322,8 +346,8 @@ MUTANTS = [
         ),
         (
             "positions without the offset",
-            "return Named(rows.to(axes) + jnp.asarray(offset.value)[..., None], axes)",
-            "return Named(rows.to(axes) + 0 * offset.value[..., None], axes)",
+            "return Named(rows.to(axes) + first[..., None], axes)",
+            "return Named(rows.to(axes) + 0 * first[..., None], axes)",
             "tests/kernels/test_mods.py -k read_beforehand",
         ),
         (

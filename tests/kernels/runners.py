@@ -155,6 +155,12 @@ def _full_with_heads(size: int) -> Callable[[Case], Case]:
     return lambda case: with_heads(case.full(), size)
 
 
+def _interpret_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for Hopper, gradients too where Triton's are faster."""
+    mosaic_interpreter.install(monkeypatch)
+    with_any_size(monkeypatch)
+
+
 def _register_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_backends.BACKENDS, "proof", _backends.Entry("tests.proof"))
 
@@ -168,7 +174,8 @@ _BY_THREADS_DEEP = (
     *[case.name for case in ALL if max(case.h, case.d) <= 256][::24],
     *("everything_served", "bias_half", "bias_half_heads"),  # these come by TMA
 )
-# Of kernels that run only by name: what they take (`mosaic_gpu.by_name`).
+# Of kernels that run only by name: what they take (`mosaic_gpu.by_name`). They decline
+# functions that capture arrays of keys or give lists of blocks: none of these has one.
 _BY_NAME = (
     *("causal", "window_empty_rows", "causal_offset_batch", "mqa", "lengths"),
     *("alibi_batch", "sinks_empty_rows", "no_batch", "lengths_causal", "window_offset"),
@@ -207,7 +214,7 @@ if not ON_GPU:
         first=[case for case in ALL if case.name in _BY_THREADS],
         rest=[case for case in ALL if case.name in _BY_THREADS_DEEP],
         shaped=_of_two_blocks,
-        prepare=mosaic_interpreter.install,
+        prepare=_interpret_both_passes,
         run=mosaic_interpreter.evaluate,
         one_of_each=True,
         by_threads=True,

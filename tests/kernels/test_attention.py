@@ -1,6 +1,5 @@
 """Every case on every backend, forward and backward, by the one error rule."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -11,8 +10,8 @@ import pytest
 
 from jax_flash2 import Blocks, Config, _chunked, attention
 from pallas_kernels.core import flash2
-from tests import oracle, tolerances
-from tests.cases import BACKENDS, CASES, ON_GPU, Case, by_name
+from tests import tolerances
+from tests.cases import BACKENDS, ON_GPU, Case, by_name
 from tests.kernels.runners import ALIKE, ALL, DTYPES, RUNNERS
 from tests.tiers import MAINLY_XLA, deeply
 from tests.tolerances import cotangents_for
@@ -85,108 +84,6 @@ def test_blocks_held_in_registers(name, dtype, held, record_property):
     )
     config = Config(forward=rows, dq=rows, dkv=keys, dk=keys, dv=keys)
     check_error_rule(case, dtype, ["triton"], record_property, config=config)
-
-
-def _naive(q, k, v, arguments):
-    """Softmax attention written out once more, one row at a time."""
-    *batch, t, n, _ = q.shape
-    s, heads = k.shape[-3:-1]
-    scale = float(arguments.get("scale", q.shape[-1] ** -0.5))
-    cap = arguments.get("logits_soft_cap")
-    bias = np.broadcast_to(arguments.get("bias", 0.0), (*batch, n, t, s))
-    slopes = np.broadcast_to(arguments.get("alibi_slopes", 0.0), (*batch, n))
-    sinks = np.broadcast_to(np.float64(arguments.get("sinks", -np.inf)), n)
-    offset = np.broadcast_to(arguments.get("query_offset", 0), batch)
-    keep = _dense_mask((*batch, n, t, s), arguments)
-    out, lse = np.zeros((*batch, t, n, v.shape[-1])), np.full((*batch, t, n), -np.inf)
-    for at in np.ndindex(*batch, t, n):
-        *b, i, head = at
-        kept = np.flatnonzero(keep[(*b, head, i)])
-        if kept.size:
-            keys, values = (x[(*b, kept, head // (n // heads))] for x in (k, v))
-            scores = scale * (keys @ q[at]) + bias[(*b, head, i, kept)]
-            scores -= slopes[(*b, head)] * np.abs(i + offset[tuple(b)] - kept)
-            scores = scores if cap is None else cap * np.tanh(scores / cap)
-            weights = np.exp(scores)
-            total = weights.sum() + np.exp(sinks[head])
-            out[at], lse[at] = weights @ values / total, np.log(total)
-    return out, lse
-
-
-def _dense_mask(shape, arguments):
-    """The mask of a call, from the words of its documentation, pair by pair."""
-    keep = np.ones(shape, bool)
-    offset = np.broadcast_to(arguments.get("query_offset", 0), shape[:-3])
-    window = arguments.get("local_window_size")
-    left, right = window if isinstance(window, tuple) else (window, window)
-    right = 0 if arguments.get("is_causal") else right
-    for at in np.ndindex(*keep.shape):
-        *b, _, i, j = at
-        b = tuple(b)
-        p = i + int(offset[b])
-        keep[at] &= left is None or j >= p - left
-        keep[at] &= right is None or j <= p + right
-        for name, row in (("query", i), ("key_value", j)):
-            lengths = arguments.get(f"{name}_seq_lengths")
-            keep[at] &= lengths is None or bool(row < lengths[b])
-        keep[at] &= bool(j >= arguments.get("key_value_seq_starts", {b: 0})[b])
-        if "query_segment_ids" in arguments:
-            ids = (arguments[f"{x}_segment_ids"] for x in ("query", "key_value"))
-            q_ids, kv_ids = ids
-            keep[at] &= bool(q_ids[(*b, i)] == kv_ids[(*b, j)])
-    if "mask" in arguments:
-        keep &= np.broadcast_to(arguments["mask"], keep.shape)
-    if "bias" in arguments:
-        bias = np.asarray(arguments["bias"], np.float64)
-        capped = arguments.get("logits_soft_cap") is not None
-        keep &= bias > (-(2.0**24) if capped else -np.inf)
-    return keep
-
-
-# Of which the first three, which are pairwise, have every feature.
-WORDED = [c for c in CASES if c.h <= 40 and not c.has("dropout_rate")]
-
-
-@pytest.mark.parametrize(
-    "case", [*WORDED[:3], *deeply(*WORDED[3:])], ids=lambda case: case.name
-)
-def test_oracle_against_words(case):
-    """The oracle itself, against the documentation followed pair by pair."""
-    arrays, arguments = case.inputs(jnp.float32)
-    wide = [np.asarray(x, np.float64) for x in arrays]
-    cotangents = cotangents_for(case, jnp.float32)
-    found, _ = oracle.attention(wide, cotangents, arguments)
-    expected = _naive(*wide, arguments)
-    np.testing.assert_allclose(found["out"], expected[0], rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found["lse"], expected[1], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["everything_learnt", "scale_data"])
-def test_oracle_gradients_are_slopes(name):
-    """Along a random direction, against differences of its outputs."""
-    case = dataclasses.replace(by_name(name), batch=(1,), t=20, s=24)
-    arrays, arguments = case.inputs(jnp.float32)
-    inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
-    inputs |= {n: x for n, x in arguments.items() if n in oracle.OPERANDS}
-    inputs = {n: np.asarray(x, np.float64) for n, x in inputs.items()}
-    cotangents = [np.asarray(x, np.float64) for x in cotangents_for(case, "float32")]
-    rng = np.random.default_rng(2)
-    along = {n: rng.standard_normal(x.shape) for n, x in inputs.items()}
-
-    def results(step):
-        moved = {n: np.asarray(x + step * along[n]) for n, x in inputs.items()}
-        arrays = [moved.pop(n) for n in ("query", "key", "value")]
-        return oracle.attention(arrays, cotangents, {**arguments, **moved})[0]
-
-    def loss(step):
-        found = results(step)
-        lse = np.where(np.isfinite(found["lse"]), found["lse"], 0.0)
-        return np.sum(found["out"] * cotangents[0]) + np.sum(lse * cotangents[1])
-
-    found = results(0.0)
-    slope = sum(np.sum(found[name] * x) for name, x in along.items())
-    difference = (loss(1e-5) - loss(-1e-5)) / 2e-5
-    np.testing.assert_allclose(slope, difference, rtol=1e-7)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])

@@ -146,6 +146,33 @@ def test_mosaic_gpu_kernels(mask, block, any_size, monkeypatch):
         assert error <= 0.02 * np.max(np.abs(x)), name
 
 
+VISITED = {
+    "strided": (lambda b, h, q, kv: (q >= kv) & ((q - kv) % 64 == 0), 144, 144),
+    "both ways": (lambda b, h, q, kv: abs(q - kv) % 64 == 0, 256, 256),
+    "strided blocks": (
+        lambda b, h, q, kv: (q >= kv) & ((q // 32 - kv // 32) % 4 == 0),
+        *(144, 32),
+    ),
+    "columns": (
+        lambda b, h, q, kv: (q >= kv) & ((q - kv < 32) | (kv % 128 >= 112)),
+        *(135, 59),
+    ),
+    "prefix": (lambda b, h, q, kv: (kv < 100) | (q >= kv), 549, 32),
+}
+
+
+@pytest.mark.parametrize("mask", VISITED)
+def test_no_block_more_than_has_pairs(mask):
+    """Of a mask's text, blocks are seen to be empty, and to be full."""
+    mask_mod, visited, masked = VISITED[mask]
+    place = np.arange(512)
+    kept = np.asarray(mask_mod(0, 0, place[:, None], place))
+    count = kept.reshape(32, 16, 32, 16).sum((1, 3))
+    assert (np.sum(count > 0), np.sum((count > 0) & (count < 256))) == (visited, masked)
+    made = make_block_mask(mask_mod, None, None, 512, 512, block_size=16)
+    assert f"({visited} of 1024 blocks of 16 x 16 are visited, {masked} of" in str(made)
+
+
 @deep
 def test_beside_other_masks():
     """The lists of a call are then of what all keep; full blocks are not for one."""

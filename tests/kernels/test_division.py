@@ -20,7 +20,7 @@ from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.triton import support
 from pallas_kernels.triton.merge import merged
 from tests import tolerances
-from tests.cases import FEATURES, INTERPRETED, ON_GPU, PAIRWISE, Case
+from tests.cases import FEATURES, FUNCTIONS, INTERPRETED, ON_GPU, PAIRWISE, Case
 from tests.tiers import compiled, deep, deeply
 
 # On the CPU in small interpreted blocks.
@@ -46,7 +46,7 @@ def _with(*names):
     def arguments(rng, case):
         made = {}
         for name in names:
-            made |= FEATURES[name].typical(rng, case)
+            made |= (FEATURES | FUNCTIONS)[name].typical(rng, case)
         return made
 
     return arguments
@@ -57,6 +57,7 @@ TOGETHER = [
     ("causal", "lengths", "offset", "sinks", "alibi"),
     ("window", "offset", "soft_cap", "bias", "lengths"),
     ("mask", "segments", "sinks", "alibi"),
+    ("score_mod", "mask_mod", "causal", "offset"),
 ]
 PACKED = [*((name,) for name in FEATURES), *TOGETHER]
 

@@ -41,6 +41,19 @@ TIMES = jnp.asarray(np.sort(RNG.integers(0, 30, (B, S)), axis=1), jnp.int32)
 KEYS, ROWS, PAIRS, TABLE, GAIN, WINDOW = (
     array(*shape) for shape in ((B, S), (N, T), (T, S), (N, 8), (N,), (165, N))
 )
+PREFIX = jnp.asarray([13, 30], jnp.int32)
+SPANS = jnp.where(jnp.arange(S) % 15 < 9, jnp.arange(S) // 15 + IDS, -1)
+
+
+def above(places: int) -> jax.Array:
+    """[ancestor or itself] of each node of a random tree, whose root is 0."""
+    found = np.eye(places, dtype=bool)
+    for i in range(1, places):
+        found[i] |= found[RNG.integers(max(0, i - 9), i)]
+    return jnp.asarray(found)
+
+
+ABOVE = above(S)
 
 
 def near(q, kv):
@@ -85,6 +98,14 @@ MASKS = {
     ),
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv <= 6) | (kv < 3),
     "of_floats": lambda b, h, q, kv: (PAIRS[q, kv] > -0.5) | (h == 1),
+    # A prefix that all see; spans seen both ways, as of images; branches of a tree.
+    "prefix": lambda b, h, q, kv: (kv < PREFIX[b]) | (q >= kv),
+    "spans": lambda b, h, q, kv: (
+        (q >= kv) | ((SPANS[b, q] == SPANS[b, kv]) & (SPANS[b, q] >= 0))
+    ),
+    "tree": lambda b, h, q, kv: ABOVE[q, kv],
+    "strided": lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
+    "dilated": lambda b, h, q, kv: (abs(q - kv) <= 12) & (abs(q - kv) % (h + 2) == 0),
 }
 
 
@@ -134,7 +155,8 @@ def check(found, expected, bound=3e-6):
 
 
 FEW = [("computed", "times"), ("table", "window"), ("of_rows", "neighbours")]
-FIRST = dict(zip(("xla", "blocks", "triton"), FEW, strict=True))
+FIRST = {*zip(("xla", "blocks", "triton"), FEW, strict=True)}
+FIRST |= {("blocks", (None, "spans")), ("blocks", (None, "tree"))}
 MANY = [
     *((name, "none") for name in SCORES),
     *((None, mask) for mask in MASKS if mask != "none"),
@@ -142,11 +164,11 @@ MANY = [
 
 
 def _dense_cases():
-    """Each function in loops and in kernels; one of each in the first tier."""
+    """Each function in loops and in kernels; a few of each in the first tier."""
     for backend, pair in itertools.product(BACKENDS, (*FEW, *MANY)):
         if pair in MANY and backend in ("xla", "reference"):
             continue
-        marks = [] if pair == FIRST.get(backend) else deep
+        marks = [] if (backend, pair) in FIRST else deep
         yield pytest.param(backend, *pair, marks=marks)
 
 
@@ -157,6 +179,21 @@ def test_dense_attention(backend, score, mask):
     call = functools.partial(attention, **options)
     run = jax.jit(functools.partial(results, call, make, MASKS[mask]))
     check(run(ARRAYS, captured), exact(make, MASKS[mask], captured))
+
+
+@pytest.mark.parametrize("backend", ["blocks", *deeply("xla", "triton")])
+def test_beside_segments(backend):
+    """Built-in ids, a score_mod and a mask_mod of one call."""
+    make, captured = SCORES["table"]
+    own = {"query_segment_ids": IDS[:, :T], "key_value_segment_ids": IDS}
+    options = {**BACKENDS[backend], "precision": "highest", **own}
+    call, mask = functools.partial(attention, **options), MASKS["window"]
+    run = jax.jit(functools.partial(results, call, make, mask))
+
+    def all_masks(b, h, q, kv):
+        return (IDS[b, q] == IDS[b, kv]) & mask(b, h, q, kv)
+
+    check(run(ARRAYS, captured), exact(make, all_masks, captured))
 
 
 @pytest.mark.parametrize(

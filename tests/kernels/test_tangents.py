@@ -13,6 +13,7 @@ from pallas_kernels.triton import estimates, tuning
 from tests import tolerances
 from tests.cases import BACKENDS, CASES, INTERPRETED, ON_GPU, PAIRWISE, by_name
 from tests.divided import Divided
+from tests.functions import is_data
 from tests.kernels.runners import DTYPES
 from tests.lowering import kernel_modules, lower_for_gpu, on_gpu
 from tests.oracle import OPERANDS
@@ -28,14 +29,13 @@ def _inputs(case, dtype):
     """Operands and tangents by name, and the other arguments."""
     arrays, arguments = case.inputs(dtype)
     operands = dict(zip(("query", "key", "value"), arrays, strict=True))
-    for name in OPERANDS:
-        if isinstance(arguments.get(name), np.ndarray | jax.Array):
-            operands[name] = jnp.asarray(arguments.pop(name))
+    for name in (*OPERANDS, "score_mod"):
+        if is_data(arguments.get(name)):
+            operands[name] = jax.tree.map(jnp.asarray, arguments.pop(name))
     rng = np.random.default_rng(1)
-    tangents = {
-        name: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
-        for name, x in operands.items()
-    }
+    tangents = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), operands
+    )
     return operands, tangents, arguments
 
 
@@ -57,7 +57,7 @@ def _pushed(operands, tangents, arguments, call=attention, **options):
 def _exact(operands, tangents, arguments):
     """Those of the reference in float64, with the size of the terms of sums."""
     wide, along = (
-        {name: x.astype(jnp.float64) for name, x in arrays.items()}
+        jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
         for arrays in (operands, tangents)
     )
     more = {"implementation": "reference", "precision": "highest"}

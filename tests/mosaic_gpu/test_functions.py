@@ -15,8 +15,9 @@ from pallas_kernels.core.pointwise import binding
 from tests import mosaic_interpreter, tolerances
 from tests.cases import ON_GPU, by_name
 from tests.kernels.test_mods import SCORES, TABLE, K, N, bucket
+from tests.lowering import lower_for_gpu
 from tests.mosaic import MOSAIC, assert_same_bits, on_hopper, with_heads
-from tests.tiers import deeply
+from tests.tiers import deep, deeply
 
 
 def _of_buckets(gradient: np.ndarray, arrays, arguments) -> np.ndarray:
@@ -129,3 +130,47 @@ def test_bits_of_programs_that_share_keys(head):
         return out, *pull(do)
 
     assert_same_bits(run, arrays, times=100)
+
+
+def _relative_bucket(distance, half=16, most=128):
+    """T5's: one for each of the near distances, then logarithmic, both ways."""
+    near, size = half // 2, abs(distance)
+    scale = (half - near) / np.log(most / near)
+    far = jnp.log(jnp.maximum(size, 1) / near) * scale
+    far = jnp.minimum(near + far.astype(jnp.int32), half - 1)
+    return jnp.where(distance < 0, half, 0) + jnp.where(size < near, size, far)
+
+
+def _with_a_table(q, k, v, table, do):
+    """The output and all gradients: the table is [N, 32]."""
+
+    def call(q, k, v, table):
+        return attention(
+            *(q, k, v),
+            score_mod=lambda s, b, h, q, kv: s + table[h, _relative_bucket(q - kv)],
+            **MOSAIC,
+        )
+
+    out, pull = jax.vjp(call, q, k, v, table)
+    return out, *pull(do)
+
+
+@deep
+@on_hopper
+@pytest.mark.parametrize("head", [64, 128])
+def test_bits_of_the_gradient_of_a_table(head):
+    """Its sums of all pairs are added in one order."""
+    shape = 2, 4096, 16, head
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, do = (jax.random.normal(x, shape, jnp.bfloat16) for x in keys[:4])
+    table = jax.random.normal(keys[4], (16, 32))
+    assert_same_bits(jax.jit(_with_a_table), (q, k, v, table, do), times=100)
+
+
+def test_the_gradient_of_a_table_lowers():
+    """By the kernels, without a scatter, which would add in any order."""
+    x = jax.ShapeDtypeStruct((2, 4096, 16, 64), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    text = lower_for_gpu(_with_a_table, x, x, x, table, x)
+    assert "mosaic_gpu_v2" in text
+    assert "stablehlo.scatter" not in text

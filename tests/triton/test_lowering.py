@@ -73,7 +73,8 @@ def test_every_case_lowers(case):
         kernels = set(tuning.kernels(heads)) - {"dbias"}
     for kernel in kernels:
         assert f"flash2_{kernel}" in text
-    operands = case.has("bias") + case.has("alibi_slopes")  # a kernel for each
+    # A kernel for each; a score_mod captures two.
+    operands = case.has("bias") + case.has("alibi_slopes") + 2 * case.has("score_mod")
     merges = "flash2_merge" in text  # where the keys of so few heads are divided
     assert text.count("__gpu$xla.gpu.triton") == len(kernels) + operands + merges
 

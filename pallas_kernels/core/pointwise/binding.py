@@ -23,7 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.core.axes import Named, is_whole, whole_axis
+from pallas_kernels.core.axes import (
+    Named,
+    is_whole,
+    undivided,
+    varying_alike,
+    whole_axis,
+)
 from pallas_kernels.core.pointwise import tables
 from pallas_kernels.core.pointwise.program import (
     DISTANCE,
@@ -202,6 +208,7 @@ class _Reads:
             found = self._by_name(array, names)
             if found is not None:
                 return _Operand(Named(*found))
+        array = undivided(array)
         lead = [
             i for i, x in enumerate(names) if x in ("b", "h") and x not in names[:i]
         ]
@@ -269,15 +276,22 @@ class _Reads:
         inputs = [own[x].to(axes) if x in own else None for x in live.inputs]
 
         def read(step: Step, index: list):
-            return self._array(step).at[tuple(index)].get(mode="clip")
+            return undivided(self._array(step)).at[tuple(index)].get(mode="clip")
 
         flat = jnp.zeros([1] * len(axes), jnp.int32)
-        index = live.run(inputs, read, lambda step, args: step.bound(*args))
+        index = live.run(inputs, read, _bound_alike)
         for place, axis in zip(index, tabled, strict=True):
             size = self.shape(step)[axis]
             end = min(size - 1, jnp.iinfo(place.dtype).max)
             flat = flat * size + jnp.clip(place, 0, end).astype(jnp.int32)
         return Named.broadcast(tables.read(table.to(axes), flat), axes)
+
+
+def _bound_alike(step: Step, args: Sequence) -> jax.Array:
+    """A step of arrays of which some may vary along mesh axes (`shard_map`)."""
+    if any(jax.typeof(x).manual_axis_type.varying for x in args):
+        args = varying_alike(tuple(map(jnp.asarray, args)))
+    return step.bound(*args)
 
 
 def _is_of_distance(program: Program) -> bool:

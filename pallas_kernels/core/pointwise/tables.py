@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to
+from pallas_kernels.core.axes import Axes, Named, is_whole, summed_to, varying_alike
 
 # Elements of a table up to which a gradient takes no sorting.
 _FEW = 512
@@ -117,8 +117,8 @@ def _(primals, tangents):
         return by_place(rows(x), rows(places), size).reshape(table.shape)
 
     # Its transpose: that of a gather would add in any order on a GPU.
-    struct = jax.ShapeDtypeStruct(found.shape, found.dtype)
-    (tangent,) = jax.linear_transpose(summed, struct)(tangents[0])
+    varying, _ = varying_alike((tangents[0], found))
+    (tangent,) = jax.linear_transpose(summed, jax.typeof(found))(varying)
     return found, tangent
 
 

@@ -21,11 +21,12 @@ _TRANSPARENT = (
     "pvary reduce_and reduce_max reduce_min reduce_or reduce_sum reshape reshard "
     "sharding_constraint squeeze stop_gradient"
 )
+_RANDOM = "pass dropout_rate, or capture an array of random numbers"
 _INSTEAD = {
     "cond": "use jnp.where",
     "while": "write its rounds one after the other",
     "scan": "write its rounds one after the other",
-    "random_bits": "pass dropout_rate, or capture an array of random numbers",
+    **dict.fromkeys(("random_bits", "random_seed", "random_wrap"), _RANDOM),
     "dot_general": "compute it before the call, and capture the result",
     **dict.fromkeys(("argmax", "stack"), "use jnp.where in place of jnp.select"),
 }
@@ -56,6 +57,8 @@ class Walk:
     """Walks a jaxpr of scalars; what values and steps become is a subclass's."""
 
     def run(self, closed, args: Sequence) -> list:
+        if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in closed.consts):
+            raise NotPointwise(f"captures a random key: {_RANDOM}")
         consts = [
             Part(i, tuple(x.shape), (None,) * x.ndim)
             for i, x in enumerate(closed.consts)
@@ -96,6 +99,7 @@ class Walk:
     def _equation(self, equation, args: list, where: str) -> list:
         name, params = equation.primitive.name, equation.params
         if equation.effects:
+            name = _with_effect(equation).primitive.name
             raise NotPointwise(f"has a side effect, {name!r} ({where}): remove it")
         special = self.special(equation, args)
         if special is not None:
@@ -116,14 +120,13 @@ class Walk:
         if name in _TRANSPARENT.split() and aval.shape == ():
             return [args[0]]
         if aval.shape != () or name not in {*POINTWISE, *REWRITTEN}:
-            instead = _INSTEAD.get(name, "a function of one pair has numbers alone")
-            raise NotPointwise(
-                f"uses {name!r} ({where}), which is no operation on numbers: {instead}"
-            )
+            raise _of_no_numbers(name, where)
         return [self.emit(equation.primitive, params, args, aval.dtype)]
 
     def _of_array(self, name: str, params, args: list, aval, where: str):
         """What an operation makes of a captured array or of a vector of indices."""
+        if not args:
+            raise _of_no_numbers(name, where)
         x = args[0]
         if name in ("broadcast_in_dim", "reshape") and not isinstance(x, Part):
             return x if isinstance(x, list) else [x]
@@ -139,10 +142,12 @@ class Walk:
         part = self._indexed(name, params, args) if isinstance(x, Part) else None
         if part is None:
             array = next((x for x in args if isinstance(x, Part)), None)
-            shape = "" if array is None else f" of shape {array.shape}"
+            if array is None:
+                raise _of_no_numbers(name, where)
             raise NotPointwise(
-                f"uses a captured array{shape} whole ({name!r}, {where}): index every "
-                "axis by a number, or compute it before the call and capture the result"
+                f"uses a captured array of shape {array.shape} whole ({name!r}, "
+                f"{where}): index every axis by a number, or compute it before the "
+                "call and capture the result"
             )
         return self.read(part) if aval.shape == () and not part.free else part
 
@@ -196,6 +201,22 @@ class Walk:
 _LITERAL = (
     "uses a NumPy array inside: capture jnp.asarray(array), and index every axis of it"
 )
+
+
+def _of_no_numbers(name: str, where: str) -> NotPointwise:
+    instead = _INSTEAD.get(name, "a function of one pair has numbers alone")
+    return NotPointwise(
+        f"uses {name!r} ({where}), which is no operation on numbers: {instead}"
+    )
+
+
+def _with_effect(equation):
+    """The innermost equation of one with an effect that has it."""
+    for inner in jax.tree.leaves([*equation.params.values()]):
+        for own in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
+            if own.effects:
+                return _with_effect(own)
+    return equation
 
 
 def _fills(number: Any, dtype) -> bool:
