@@ -5,14 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import function_peers, function_rows, harness
+from benchmarks import (
+    cost_tables,
+    feature_calls,
+    function_peers,
+    function_rows,
+    harness,
+)
+from benchmarks import features as feature_rows
 from benchmarks.function_calls import examples
+from benchmarks.function_features import function_features
 from benchmarks.peers import OURS
 from jax_flash2.tune.problems import Shape
 from tests.tiers import deep
 
 TOY = Shape(2, 256, 2, 2, 16, False, "float32")
 EXAMPLES = examples(TOY)
+FACTS = {"versions": {}, "device": "", "date": "", "commit": "", "dirty": False}
 
 
 def mask_of(name: str) -> np.ndarray:
@@ -79,6 +88,42 @@ def test_rows_beside_absent_peers(monkeypatch):
         else:
             assert row["failure"] == "not installed: no such package"
     assert "| absent" in function_rows.table(rows)
+
+
+@deep
+def test_ours_in_any_order_stands_beside_ours():
+    rows = function_rows.rows_of(TOY, "causal", peers=["any_order"], rounds=1)
+    beside = function_rows.ANY_ORDER
+    forward, both = function_rows.PASSES
+    named = [(row["pass"], row["peer"]) for row in rows]
+    assert named == [(forward, OURS), (both, OURS), (both, beside)]
+    assert not any(row["failure"] or row["wrong"] for row in rows)
+    text = function_rows.results([{**FACTS, **row} for row in rows])
+    assert f"times as fast as {beside}" in text
+
+
+@deep
+def test_functions_are_what_stands_beside_them():
+    """And a table has a line for each, whatever the shapes."""
+    shape = Shape(2, 512, 2, 2, 16, True, "float32")
+    found = function_features(shape)
+    operands = shape.operands()
+
+    def out(feature):
+        return feature_calls.passes(shape, feature)["forward"](
+            *operands, feature.arrays
+        )
+
+    same = [x for x in found if x.endswith(", a function") and "bias" not in x]
+    assert len(same) == 5
+    for name in same:
+        want = out(found[found[name].beside])
+        np.testing.assert_allclose(out(found[name]), want, atol=1e-5)
+    few = {name: found[name] for name in ("plain", same[0])}
+    rows = [{**FACTS, **x} for x in feature_rows.rows_of(shape, few, rounds=1)]
+    other = [{**row, "shape": {**row["shape"], "heads": 4}} for row in rows]
+    table = cost_tables.features(rows + other)
+    assert table.count(f"| {same[0]}") == table.count("2 x 512, ") == 2
 
 
 def test_of_a_peers_forms_the_faster_counts():
