@@ -15,6 +15,7 @@ from jax_flash2 import nn
 from jax_flash2._api import attention
 from jax_flash2._block_mask import BlockMask
 from jax_flash2._cache import append_to_pages, page_slots, quantize_kv
+from jax_flash2._combine import and_masks, not_mask, or_masks
 from jax_flash2._explain import explain
 from jax_flash2._flashify import flashify
 from jax_flash2._flax import flax_attention
@@ -35,6 +36,7 @@ __all__ = [
     "Config",
     "Context",
     "__version__",
+    "and_masks",
     "append_to_pages",
     "attention",
     "explain",
@@ -43,6 +45,8 @@ __all__ = [
     "make_block_mask",
     "merge",
     "nn",
+    "not_mask",
+    "or_masks",
     "page_slots",
     "paged_attention",
     "plot_mask",

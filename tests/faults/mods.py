@@ -14,6 +14,21 @@ KNOWN = "tests/core/test_known_masks.py"
 
 MUTANTS = [
     *of(
+        "jax_flash2/_combine.py",
+        (
+            "or_masks keeps what all keep",
+            '_joined("or_masks", operator.or_, mask_mods)',
+            '_joined("or_masks", operator.and_, mask_mods)',
+            "tests/api/test_combine.py",
+        ),
+        (
+            "not_mask keeps what the function keeps",
+            "jnp.logical_not(mask_mod(b, h, q, kv))",
+            "mask_mod(b, h, q, kv)",
+            "tests/api/test_combine.py",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/scores/mod.py",
         (
             "tangents of tables that are not read",
