@@ -157,10 +157,11 @@ class Mods:
             ) from error
         except (TypeError, ValueError, IndexError) as error:
             # JAX's of a number that is taken for an array, or the function's own.
-            text = str(error).partition("\n")[0]
-            raise TypeError(
-                f"{name} is called with numbers, which have no axes, and raises "
-                f"{type(error).__name__}: {text}"
+            kinds = IndexError, TypeError, ValueError
+            kind = next(x for x in kinds if isinstance(error, x))
+            raise kind(
+                f"{name}, called with numbers (scalars without axes), raised "
+                f"{type(error).__name__}: {error}"
             ) from error
         for x in traced.captured:
             _check_captured(name, x)

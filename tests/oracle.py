@@ -26,6 +26,7 @@ class Pairs(NamedTuple):
     dz: np.ndarray  # gradient of the score before its soft cap
     distance: np.ndarray  # |query position - key position|
     of_gain: np.ndarray | float  # derivative of the score by the gain of a test's term
+    of_score: np.ndarray  # gradient of the score that a score_mod gives
     slope: np.ndarray | float  # of a score_mod
     of_captured: Results  # derivatives of a score_mod by each array that it captures
 
@@ -110,7 +111,7 @@ def attention(
         if term is not None:
             dz = dz * np.where(keep, term_slope, 0.0)
         d_captured = {n: score_mod.summed(n, dz * x) for n, x in of_captured.items()}
-        dz = dz * slope
+        of_score, dz = dz, dz * slope
         if cap is not None:
             dz = dz * (1 - np.where(keep, capped / wide(cap), 0) ** 2)
         ds = narrow(dz)
@@ -147,7 +148,7 @@ def attention(
             x = summed_to(x, argument.shape)
             results[name] = x if rounded is None else x.astype(argument.dtype)
     of_gain = np.where(keep, of_gain, 0.0)
-    return results, Pairs(p, dz, distance, of_gain, slope, of_captured)
+    return results, Pairs(p, dz, distance, of_gain, of_score, slope, of_captured)
 
 
 def kept_pairs(arguments, shape: tuple[int, ...], position: np.ndarray) -> np.ndarray:

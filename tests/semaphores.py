@@ -1,7 +1,7 @@
 """Semaphores of interpreted Mosaic GPU kernels: signals and waits are counted.
 
 The interpreter runs programs one after the other, in the order in which a GPU starts
-them. So no wait needs to block, and the signals that it needs must have come.
+them. So no wait needs to block: the signals that it needs have come, and no more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Semaphores:
     def wait(self, number, count) -> np.int32:
         number, there = int(number), self.signals[int(number)]
         self.waits[number] += 1
-        if there < count:
+        if there != count:
             self.early.add(f"semaphore {number}: {there} signals, not {count}")
         return np.int32(0)
 

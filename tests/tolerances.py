@@ -126,7 +126,7 @@ def exact(arrays, cotangents, arguments) -> Results:
 def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     query, key, value = arrays
     do, dlse = cotangents
-    p, dz, distance, of_gain, slope, of_captured = pairs
+    p, dz, distance, of_gain, of_score, slope, of_captured = pairs
     *batch, _, n, h = query.shape
     s, k = key.shape[-3:-1]
     # |dp| is about |do| |v| / sqrt(Hv).
@@ -135,7 +135,8 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
     kept = 1 - arguments.get("dropout_rate", 0)
     dp = np.linalg.norm(do, axis=-1) * largest / kept
     dp = dp + np.abs(dlse)
-    squares = dz**2 + (slope * p * np.moveaxis(dp, -1, -2)[..., None]) ** 2
+    of_dp = (p * np.moveaxis(dp, -1, -2)[..., None]) ** 2
+    squares = dz**2 + slope**2 * of_dp
     scale = arguments.get("scale")
     scale = h**-0.5 if scale is None else float(scale)
 
@@ -172,7 +173,8 @@ def _terms(arrays, cotangents, arguments, results: Results, pairs) -> Results:
         "scale": (squares * products).sum(),
     }
     for name, of in of_captured.items():
-        terms[name] = arguments["score_mod"].summed(name, squares * of**2)
+        own = (of_score**2 + of_dp) * of**2
+        terms[name] = arguments["score_mod"].summed(name, own)
     of_exponents = (p * np.log(np.where(p > 0, p, 1.0)) / kept) ** 2
     if "max_logit" in results:  # those of any score may be of the largest
         of_pairs = np.where(p > 0, np.where(np.isfinite(scores), scores, 0.0), 0.0)

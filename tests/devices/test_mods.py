@@ -98,6 +98,31 @@ def test_meshes(kind, captured, backend):
     _check(found, backend, arrays)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_numbers_in_place_of_indices(kind):
+    """Along an axis that is divided."""
+    if kind == "Explicit" and jax.__version_info__ < (0, 12):
+        pytest.skip("JAX takes no element of a divided array")
+
+    def run(q, table):
+        def score_mod(s, b, h, q, kv):
+            return s * (table[3, 1] + table[1, h]) + table[0, jnp.clip(q - kv, 0, 7)]
+
+        call = functools.partial(attention, score_mod=score_mod, implementation="xla")
+        return jnp.sum(call(q, q, q) ** 2)
+
+    q, table = OPERANDS[0], OPERANDS[4]
+    mesh = _mesh(AxisType[kind])
+    with jax.set_mesh(mesh):
+        divided = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in ((q, ROWS), (table, HEADS))
+        ]
+        found = jax.jit(jax.grad(run, (0, 1)))(*divided)
+    for x, y in zip(found, jax.jit(jax.grad(run, (0, 1)))(q, table), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * np.max(np.abs(y)))
+
+
 @pytest.mark.parametrize("gradients", ["inside", *deeply("outside", "unchecked")])
 @pytest.mark.parametrize("backend", ["xla", *deeply("triton")])
 def test_shard_map(backend, gradients):

@@ -46,6 +46,12 @@ MUTANTS = [
             SHARED,
         ),
         (
+            "each addition to dq is told twice",
+            "plgpu.wait_smem_to_gmem(0)\nplgpu.semaphore_signal(semaphore, 1",
+            "plgpu.wait_smem_to_gmem(0)\nplgpu.semaphore_signal(semaphore, 2",
+            SHARED,
+        ),
+        (
             "without an order nobody is told of the first",
             "pl.when(turn.before == 0)(tell)",
             "pass",

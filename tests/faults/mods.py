@@ -334,9 +334,15 @@ MUTANTS = [
         "pallas_kernels/core/pointwise/binding.py",
         (
             "a table is divided where JAX gives what it reads no type",
-            "        array = undivided(array)\n",
-            "",
+            "array = undivided(array)\nlead = [",
+            "lead = [",
             "tests/devices/test_mods.py -k 'meshes and Explicit'",
+        ),
+        (
+            "a number in place of an index of a divided axis",
+            "if len(kept) < array.ndim:",
+            "if len(kept) < 0:",
+            "tests/devices/test_mods.py -k 'numbers_in_place and Explicit'",
         ),
         (
             "constants beside an index that varies between devices do not",

@@ -198,6 +198,8 @@ class _Reads:
         """What a read takes."""
         array, names = self._array(step), self._names(step)
         kept = [i for i, x in enumerate(step.args) if not isinstance(x, Constant)]
+        if len(kept) < array.ndim:
+            array = undivided(array)
         for axis in reversed(range(array.ndim)):
             index = step.args[axis]
             if isinstance(index, Constant):

@@ -142,7 +142,7 @@ class Walk:
         part = self._indexed(name, params, args) if isinstance(x, Part) else None
         if part is None:
             array = next((x for x in args if isinstance(x, Part)), None)
-            if array is None:
+            if array is None or name == "random_wrap":
                 raise _of_no_numbers(name, where)
             raise NotPointwise(
                 f"uses a captured array of shape {array.shape} whole ({name!r}, "
