@@ -195,7 +195,12 @@ def features(rows: Sequence[Mapping]) -> str:
     for shape in shapes:
         own = [row for row in rows if Shape(**row["shape"]) == shape]
         parts += [str(shape), _features(own)]
-    lines = [f"- {row['feature']}: {row['failure']}" for row in rows if row["failure"]]
+    lines = [
+        f"- {row['feature']}, {row['pass'].replace('_', ' ')}, "
+        f"{Shape(**row['shape'])}: {row['failure']}"
+        for row in rows
+        if row["failure"]
+    ]
     return "\n\n".join(filter(None, [*parts, "\n".join(lines)]))
 
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from benchmarks.feature_calls import Feature
 from benchmarks.function_calls import Example, examples
-from benchmarks.function_peers import kept_blocks
+from benchmarks.function_peers import BLOCK, kept_blocks
 from jax_flash2.tune.problems import Shape
 
-_BLOCK = 128  # queries and keys of a block that is counted
 # In the order of the table, with what is built in beside each.
 _BUILT_IN = {
     "causal": "plain",
@@ -45,7 +44,7 @@ def function_features(shape: Shape) -> dict[str, Feature]:
         )
     for name in _LISTED:
         mask_mod = calls[name].functions(np, calls[name].arrays)[1]
-        block = min(_BLOCK, length)
+        block = min(BLOCK, length)
         some, every = kept_blocks(np, mask_mod, length, block, block)
         visited = float(some.sum()) * block * block
         split = _split(visited / length, length)
@@ -104,7 +103,7 @@ def _feature(example: Example, **about) -> Feature:
 
 def _split(keys: float, length: int) -> int:
     """Into how many parts, a power of two, of about so many keys a sequence is cut."""
-    most = max(1, length // _BLOCK)
+    most = max(1, length // BLOCK)
     return min(most, 1 << max(0, round(math.log2(length / keys))))
 
 

@@ -20,7 +20,7 @@ from jax_flash2.tune.problems import Shape
 FLEX = "FlexAttention (torch)"
 FLASH4 = "FlashAttention-4 (CuTe)"
 FLASH4_WIDE = f"{FLASH4}, 192 queries"
-_BLOCK = 128  # queries and keys of a block of its lists
+BLOCK = 128  # queries and keys of a block of its lists
 
 
 class Call(NamedTuple):
@@ -47,7 +47,7 @@ def started_by(names: Sequence[str], shape: Shape) -> dict[str, Callable]:
     if "flex" in names:
         found[FLEX] = _flex
     if "flash4" in names:
-        found[FLASH4] = lambda call: _flash4(call, _BLOCK)
+        found[FLASH4] = lambda call: _flash4(call, BLOCK)
         if shape.head_size <= 64:  # the tile that it chooses itself without lists
             found[FLASH4_WIDE] = lambda call: _flash4(call, 192)
     return found
@@ -126,9 +126,9 @@ def _flex(call: Call) -> Program:
 
 
 def _flash4(call: Call, queries: int) -> Program:
-    """With lists of blocks of so many queries and of `_BLOCK` keys.
+    """With lists of blocks of so many queries and of `BLOCK` keys.
 
-    The tile of its forward follows from the lists. Its backward has blocks of `_BLOCK`
+    The tile of its forward follows from the lists. Its backward has blocks of `BLOCK`
     queries, listed for each block of keys.
     """
     import torch
@@ -147,7 +147,7 @@ def _flash4(call: Call, queries: int) -> Program:
     }
     if call.which != "forward":
         options["score_mod_bwd"] = score_mod_bwd
-        listed = _listed(call, of_torch, _BLOCK, by_keys=True)
+        listed = _listed(call, of_torch, BLOCK, by_keys=True)
         options["block_sparse_tensors_bwd"] = listed
 
     def attention(q, k, v):
@@ -162,11 +162,11 @@ def _listed(call: Call, mask_mod: Callable, queries: int, *, by_keys: bool = Fal
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     with torch.device("cuda"):
-        some, every = kept_blocks(torch, mask_mod, call.shape.length, queries, _BLOCK)
+        some, every = kept_blocks(torch, mask_mod, call.shape.length, queries, BLOCK)
     kinds = some & ~every, every
     lists = [x for kind in kinds for x in set_places(kind.T if by_keys else kind)]
     tensors = (torch.from_numpy(x[None, None]).cuda() for x in lists)
-    return BlockSparseTensorsTorch(*tensors, block_size=(queries, _BLOCK))
+    return BlockSparseTensorsTorch(*tensors, block_size=(queries, BLOCK))
 
 
 def kept_blocks(
