@@ -8,11 +8,11 @@ import pytest
 from benchmarks import (
     cost_tables,
     feature_calls,
+    feature_rows,
     function_peers,
     function_rows,
     harness,
 )
-from benchmarks import features as feature_rows
 from benchmarks.function_calls import examples
 from benchmarks.function_features import function_features
 from benchmarks.peers import OURS

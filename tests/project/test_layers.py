@@ -72,7 +72,7 @@ LAYERS = (
     ("jax_flash2/_reference.py",),
     ("jax_flash2/_vjp.py",),
     ("jax_flash2/_derivatives.py", "jax_flash2/_taylor.py"),
-    ("jax_flash2/_options.py", "jax_flash2/_arrays.py"),
+    ("jax_flash2/_options.py", "jax_flash2/_arrays.py", "jax_flash2/_combine.py"),
     ("jax_flash2/_shape.py", "jax_flash2/_rows.py", "jax_flash2/_merge.py"),
     ("jax_flash2/_mods.py", "jax_flash2/_block_mask.py"),
     ("jax_flash2/_arguments.py",),

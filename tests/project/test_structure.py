@@ -30,7 +30,8 @@ DEEP_FUNCTIONS = 0
 # identifiers of the code, in how many files and how often (lab note 093).
 TUNER = "jax_flash2/tune"  # its calls have features, as those of the tests
 ARGUMENTS = ("_api", "_arguments", "_shape", "_options", "_mods", "_flax", "nn")
-ARGUMENTS += ("_block_mask", "_make_block_mask", "_plot")  # which draws masks
+ARGUMENTS += ("_block_mask", "_make_block_mask", "_combine")
+ARGUMENTS += ("_plot",)  # which draws masks
 ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers", "_server_arguments")
 FEATURES = {
     "bias": (r"bias", 7, 35),  # its kernel's blocks, too: `gradient_blocks`
