@@ -393,7 +393,9 @@ def checked(problem: Problem, implementation: str, monkeypatch) -> float | None:
     }
     with on_gpu() if is_interpreted else contextlib.nullcontext():
         text = explain(*problem.arrays, **mods, **options)
-    if text.startswith("error"):
+    # The interpreter runs a forward without gradients, too.
+    runs = is_interpreted and "no kernel makes its gradients" in text
+    if text.startswith("error") and not runs:
         assert "its kernels lack" in text or "an array with" in text, text
         return None
     if is_interpreted:
