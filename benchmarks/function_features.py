@@ -34,10 +34,8 @@ def function_features(shape: Shape) -> dict[str, Feature]:
     """By name; the first is plain."""
     length = shape.length
     causal = length * (length + 1) / 2
-    found = {"plain": Feature()}
     calls = examples(shape)
-    for name, feature in _built_in(shape, calls).items():
-        found[name] = feature
+    found = {"plain": Feature(), **_built_in(shape, calls)}
     for name, beside in _BUILT_IN.items():
         found[f"{name}, a function"] = _feature(
             calls[name], pairs=found[beside].pairs, beside=beside

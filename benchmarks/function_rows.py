@@ -87,6 +87,11 @@ def _any_order(call: Call) -> Program:
     return _jax_program(programs.lower(own, *arguments).compile(), arguments)
 
 
+def _timed(peer: str) -> tuple[str, ...]:
+    """The passes of a peer that have programs of their own."""
+    return PASSES if peer != ANY_ORDER else PASSES[1:]
+
+
 def rows_of(
     shape: Shape, name: str, *, peers: Sequence[str], rounds: int
 ) -> list[dict]:
@@ -114,7 +119,7 @@ def rows_of(
                 start, Call(shape, name, example, which, operands)
             )
             for peer, start in others.items()
-            for which in PASSES[peer == ANY_ORDER :]
+            for which in _timed(peer)
         }
         for which in PASSES:
             starts[which, OURS] = lambda x=which: _jax_program(
@@ -138,7 +143,7 @@ def rows_of(
     rows = []
     for which, peer in itertools.product(PASSES, (OURS, *others)):
         at = which, peer
-        if at == (PASSES[0], ANY_ORDER):
+        if which not in _timed(peer):
             continue
         row: dict[str, Any] = {"shape": asdict(shape), "feature": name, "pass": which}
         row |= {"peer": peer, "failure": {**failures, **later}.get(at)}
@@ -173,9 +178,10 @@ def _fastest(own: dict, which: str, label: str) -> dict | None:
 def results(rows: Sequence[dict]) -> str:
     """Where rows come from, and their table, in order."""
 
+    names = list(examples(Shape(**rows[0]["shape"])))
+
     def place(row: dict):
         shape = Shape(**row["shape"])
-        names = list(examples(shape))
         return shape.head_size, shape.length, names.index(row["feature"])
 
     rows = sorted(rows, key=place)

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_flash2._mods import check_function
+
 MaskMod = Callable[..., Any]
 
 
@@ -23,7 +25,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
       A function (b, h, q, kv), of a bool.
 
     Raises:
-      TypeError: if there is none, or one is no function.
+      TypeError: if there is none, or one is no function of these four.
 
     Example:
       >>> import jax.numpy as jnp
@@ -47,7 +49,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
       A function (b, h, q, kv), of a bool.
 
     Raises:
-      TypeError: if there is none, or one is no function.
+      TypeError: if there is none, or one is no function of these four.
 
     Example:
       >>> from jax_flash2 import or_masks
@@ -70,7 +72,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
       A function (b, h, q, kv), of a bool.
 
     Raises:
-      TypeError: if it is no function.
+      TypeError: if it is no function of these four.
 
     Example:
       >>> from jax_flash2 import not_mask
@@ -79,7 +81,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
       >>> bool(others(0, 0, 1, 1)), bool(others(0, 0, 1, 2))
       (False, True)
     """
-    _check("not_mask", mask_mod)
+    check_function("mask_mod of not_mask", mask_mod, False)
     return lambda b, h, q, kv: jnp.logical_not(mask_mod(b, h, q, kv))
 
 
@@ -87,17 +89,9 @@ def _joined(name: str, join: Callable, mask_mods: tuple) -> MaskMod:
     if not mask_mods:
         raise TypeError(f"{name} takes one mask_mod at least, got none")
     for mask_mod in mask_mods:
-        _check(name, mask_mod)
+        check_function(f"mask_mod of {name}", mask_mod, False)
 
     def joined(b, h, q, kv):
         return functools.reduce(join, (f(b, h, q, kv) for f in mask_mods))
 
     return joined
-
-
-def _check(name: str, mask_mod: Any) -> None:
-    if not callable(mask_mod):
-        raise TypeError(
-            f"{name} takes functions (b, h, q, kv), got {type(mask_mod).__name__}: "
-            "give masks that are arrays or lists of blocks to attention beside mask_mod"
-        )

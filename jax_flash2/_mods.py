@@ -144,7 +144,7 @@ class Mods:
         return [x if any(p.asks(n) for p in programs) else None for n, x in pairs]
 
     def _traced(self, name: str, function: Any, score_dtype) -> Traced:
-        _check_function(name, function, score_dtype is not None)
+        check_function(name, function, score_dtype is not None)
         try:
             traced = trace(function, score_dtype, self._natural)
         except NotPointwise as error:
@@ -245,7 +245,8 @@ def _bits(x: jax.Array, dtype: str) -> jax.Array:
     return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}")
 
 
-def _check_function(name: str, function: Any, has_score: bool) -> None:
+def check_function(name: str, function: Any, has_score: bool) -> None:
+    """Raises a TypeError with that name unless it is a function of a pair."""
     names = (SCORE, *INDICES) if has_score else INDICES
     expected = f"a function of ({', '.join(names)})"
     if not callable(function):

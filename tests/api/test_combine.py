@@ -85,7 +85,10 @@ def test_errors(join):
     name = join.__name__
     with pytest.raises(TypeError, match=f"{name} takes one mask_mod at least, got no"):
         join()
-    with pytest.raises(TypeError, match=f"{name} takes functions .*, got BlockMask"):
+    text = rf"mask_mod of {name} must be a function of \(b, h, q, kv\)"
+    with pytest.raises(TypeError, match=f"{text}, got BlockMask"):
         join(MASKS["near"], make_block_mask(MASKS["near"], None, None, 128, 128))
-    with pytest.raises(TypeError, match=r"not_mask takes functions .*, got ndarray"):
+    with pytest.raises(TypeError, match=f"{text}: too many"):
+        join(MASKS["near"], lambda q, kv: q >= kv)
+    with pytest.raises(TypeError, match=r"of not_mask must be .*, got ndarray"):
         not_mask(np.ones((3, 3), bool))
