@@ -354,10 +354,11 @@ def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
     """`Arithmetic.masked`, with words of `load_words`, too.
 
     The compiler tests seven bits of a word in one instruction where the choices come
-    one after the other.
+    one after the other. A constant -inf it would scale: it moves the scale before the
+    choice, away from the difference with which it is one instruction.
     """
     if kept.dtype == jnp.bool_:
-        return jnp.where(kept, x, -jnp.inf)
+        return jnp.where(kept, x, jnp.broadcast_to(support.minus_infinity(), x.shape))
 
     @support.inline_mgpu(
         arg_types=(_LAYOUT, _LAYOUT),

@@ -188,6 +188,26 @@ def numbers_along(axis: int, size: int, of_block=plgpu.Layout.WGMMA) -> jax.Arra
     return iota()
 
 
+def minus_infinity() -> jax.Array:
+    """A scalar whose value the compiler does not know."""
+
+    @inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct(
+            (), jnp.dtype(jnp.float32), layout=plgpu.Layout.WG_SPLAT
+        )
+    )
+    def move(_):
+        text = "mov.f32 $0, 0fFF800000;"
+        moved = llvm.inline_asm(ir.F32Type.get(), [], text, "=f")
+        return mgpu.FragmentedArray(
+            _registers=np.array(moved, dtype=object),
+            _layout=mgpu.WGSplatFragLayout(()),
+            _is_signed=None,
+        )
+
+    return move()
+
+
 def arithmetic(layout) -> Arithmetic:
     """That of blocks with this layout."""
     numbers = functools.partial(_numbers, layout=layout)
