@@ -171,7 +171,8 @@ def _product(callbacks, original, *, a_allocation_key_as_array, a_transforms, **
         )[0]
 
     right, total = content("b"), content("acc")
-    total = total + np.matmul(*(x.astype(total.dtype) for x in (left, right)))
+    with np.errstate(over="ignore", invalid="ignore"):  # sums that a retry makes again
+        total = total + np.matmul(*(x.astype(total.dtype) for x in (left, right)))
     memory.store_buffer_content(*place("acc"), total, rest["thread"], logging_info=info)
     return rest["token"]
 

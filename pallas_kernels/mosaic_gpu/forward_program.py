@@ -33,7 +33,6 @@ from pallas_kernels.mosaic_gpu.tile_scheduler import (
     DynamicTiles,
     Schedule,
     StaticTiles,
-    TileSet,
 )
 from pallas_kernels.program import Where, key_blocks, query_start
 
@@ -152,19 +151,19 @@ class Program:
         """The work tile of a layout that is in a program (`TileGrid.at_tile`)."""
         return WorkTile(*query_start(self.spec, layout))
 
-    def key_blocks(self, tile: WorkTile, is_final=None) -> KeyBlocks:
+    def key_blocks(self, tile: WorkTile, this=None) -> KeyBlocks:
         """The blocks of keys that a tile's rows attend.
 
         Args:
-          is_final: of the pass over work tiles (`TilesProgram.retries`), or None in the
-            first one.
+          this: the pass over work tiles (`TilesProgram.passes`), or None if there is
+            but one.
         """
         found = key_blocks(tile.spec, tile.where, self.plan.layout, tile.start)
-        return KeyBlocks(self.visited(found, is_final), self.plan.block_kv)
+        return KeyBlocks(self.visited(found, this), self.plan.block_kv)
 
-    def visited(self, found: Visited, is_final) -> Visited:
+    def visited(self, found: Visited, this) -> Visited:
         """Blocks of keys as a work tile visits them in a pass."""
-        del is_final
+        del this
         return found.with_a_block()
 
 
@@ -203,26 +202,22 @@ class TilesProgram(Program):
         """The work tile in a slot of the thread block."""
         return self.tile_of(self.plan.layout.at_tile(self.scheduler.tile(slot)))
 
-    def retries(self, visit: Callable, state):
-        """Runs `state = visit(retry, is_final, state)` for passes after the first.
+    def passes(self, visit: Callable, state):
+        """Runs `state = visit(pass, slot, state)` for the work tiles of all passes.
 
-        Here there is none.
+        Here there is one, which is None.
         """
-        del visit
-        return state
+        return self.scheduler.fold(functools.partial(visit, None), state)
 
-    def unfinished(self, retry) -> TileSet:
-        """The tiles that a retry goes through: here there is no retry."""
-        raise AssertionError(f"there is no retry {retry}")
-
-    def fill(self, loaded, i, tile: WorkTile, keys: Where) -> None:
+    def fill(self, this, loaded, i, tile: WorkTile, keys: Where) -> None:
         """Loads the keys and values of block i of a work tile.
 
         Args:
+          this: the pass (`passes`).
           loaded: how many blocks of keys were loaded before those of the tile.
           keys: where the block lies.
         """
-        del tile
+        del this, tile
         self.refs.k.fill(loaded + i, self.k.at(keys))
         self.refs.v.fill(loaded + i, self.v.at(keys))
 
@@ -234,24 +229,21 @@ def load(program: TilesProgram) -> None:
     """
     scheduler = program.scheduler
 
-    def first_pass(slot, loaded):
-        loaded = _load_tile(program, None, slot, loaded)
-        scheduler.take(slot + 1)
+    def visit(this, slot, loaded):
+        loaded = _load_tile(program, this, slot, loaded)
+        is_first = True if this is None else this.is_first
+        pl.when(is_first)(lambda: scheduler.take(slot + 1))
         return loaded
 
-    def retry(number, is_final, loaded):
-        visit = functools.partial(_load_tile, program, is_final)
-        return program.unfinished(number).fold(visit, loaded)
-
     scheduler.take(0)
-    program.retries(retry, scheduler.fold(first_pass, jnp.int32(0)))
+    program.passes(visit, jnp.int32(0))
 
 
-def _load_tile(program: TilesProgram, is_final, slot, loaded):
+def _load_tile(program: TilesProgram, this, slot, loaded):
     """Fills the pipelines with the keys and values of a work tile.
 
     Args:
-      is_final: of the pass (`Program.key_blocks`).
+      this: the pass (`Program.key_blocks`).
       slot: of the thread block, which has the work tile.
       loaded: how many blocks of keys were loaded before.
 
@@ -259,10 +251,10 @@ def _load_tile(program: TilesProgram, is_final, slot, loaded):
       How many have been loaded now.
     """
     tile = program.work_tile(slot)
-    blocks = program.key_blocks(tile, is_final)
+    blocks = program.key_blocks(tile, this)
 
     @pl.loop(0, blocks.count)
     def _(i):
-        program.fill(loaded, i, tile, {**tile.where, "s": blocks.at(i)})
+        program.fill(this, loaded, i, tile, {**tile.where, "s": blocks.at(i)})
 
     return loaded + blocks.count

@@ -83,12 +83,13 @@ class View(layout.View):
             if not self.boolean:
                 return number
             return jnp.full([self.block[a] for a in order], number) != 0
-        shape = tuple(self.block[a] for a in order)
         if len(kept) == 2:
-            rows, columns = shape
-            return self._load_pairs(order, where, (rows, columns))
+            shape = self.block[order[0]], self.block[order[1]]
+            return self._load_pairs(order, where, shape)
         (name,) = kept
         axis = order.index(name)
+        sizes = {**self.block, name: where[name].size}  # maybe of a part of the block
+        shape = tuple(sizes[a] for a in order)
         vector = support.load_vector(self.at(where), axis)
         numbers = support.ARITHMETIC.along(vector, axis - len(order), shape)
         return numbers != 0 if self.boolean else numbers

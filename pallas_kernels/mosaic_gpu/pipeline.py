@@ -63,11 +63,13 @@ class Pipeline:
         """The stage of use number i."""
         return lax.rem(i, jnp.int32(self.stages))
 
-    def fill(self, i, parts) -> None:
+    def fill(self, i, parts, arrive_at=None) -> None:
         """Copies the tiles of use number i, once its stage has been read.
 
         Args:
           parts: what is copied from global memory, a tree like `tiles`.
+          arrive_at: a barrier at which the copies arrive, if they do not fill the stage
+            yet (`say_full`).
         """
         stage = self.stage(i)
 
@@ -75,11 +77,15 @@ class Pipeline:
         def _():
             plgpu.barrier_wait(self.empty.at[stage])
 
-        full = self.full.at[stage]
+        full = self.full.at[stage] if arrive_at is None else arrive_at
         sources = jax.tree.structure(self.tiles, is_leaf=_is_tile).flatten_up_to(parts)
         tiles = jax.tree.leaves(self.tiles, is_leaf=_is_tile)
         for tile, source in zip(tiles, sources, strict=True):
             plgpu.copy_gmem_to_smem(source, tile.copied.at[stage], full)
+
+    def say_full(self, i) -> None:
+        """The tiles of use number i are there: of one tile, after `fill` elsewhere."""
+        plgpu.barrier_arrive(self.full.at[self.stage(i)])
 
     def wait(self, i) -> None:
         """Waits until the tiles of use number i have come."""

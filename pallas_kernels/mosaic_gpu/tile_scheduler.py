@@ -162,6 +162,10 @@ class StaticTiles(TileSet):
         """The number of the tile in a slot."""
         return self.schedule.tile(self.thread_block, slot)
 
+    def of_pass(self, is_first, slots) -> TileSet:
+        """The tiles of a pass: all in the first one, else those in a set of slots."""
+        return TileSet(self.schedule, jnp.where(is_first, self.slots, slots))
+
     def take(self, slot) -> None:
         """Takes a tile into a slot: the producer does so once for each slot."""
 
@@ -213,10 +217,18 @@ class DynamicTiles:
         is_slot = self._is_slot(slot)
         pl.when(is_slot)(lambda: plgpu.barrier_wait(self.taken.at[slot]))
 
+    def has_first(self):
+        """Whether there is a tile at all."""
+        return self._has(jnp.int32(0))
+
     def _has(self, slot):
         """Whether a slot has a tile, which is known of slot 0 and of the next one."""
         last = jnp.minimum(slot, self.schedule.most_tiles - 1)
         return self._is_slot(slot) & (self.tile(last) < self.schedule.tiles)
+
+    def of_pass(self, is_first, slots) -> DynamicPass:
+        """As of `StaticTiles`."""
+        return DynamicPass(self, is_first, slots)
 
     def has_next(self, slot):
         return self._has(slot + 1)
@@ -226,19 +238,56 @@ class DynamicTiles:
 
     def fold(self, visit: Callable, state):
         """As of `TileSet`."""
+        return DynamicPass(self, True, jnp.int32(0)).fold(visit, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicPass:
+    """The tiles of a pass in a dynamic schedule.
+
+    Attributes:
+      tiles: of the thread block.
+      is_first: whether the pass goes through all of them, as they are taken.
+      slots: those that it goes through otherwise.
+    """
+
+    tiles: DynamicTiles
+    is_first: Any
+    slots: Any
+
+    def has_next(self, slot):
+        """As of `TileSet`."""
+        return self._either(self.tiles.has_next(slot), has_next(self.slots, slot))
+
+    def has_previous(self, slot):
+        """As of `TileSet`."""
+        return self._either(slot > 0, has_previous(self.slots, slot))
+
+    def fold(self, visit: Callable, state):
+        """As of `TileSet`."""
+        schedule = self.tiles.schedule
 
         def one(slot, state):
             goes_on, inner = state
 
             def step():
                 after = visit(slot, inner)
-                return self.has_next(slot).astype(jnp.int32), after
+                return self.tiles.has_next(slot).astype(jnp.int32), after
 
-            return lax.cond(goes_on != 0, step, lambda: state)
+            is_in = self._either(goes_on != 0, has(self.slots, slot))
+            return lax.cond(is_in, step, lambda: state)
 
-        most = jnp.int32(self.schedule.most_tiles)
-        first = self._has(jnp.int32(0)).astype(jnp.int32)
+        most = jnp.int32(schedule.most_tiles)
+        first = self.tiles.has_first().astype(jnp.int32)
         return lax.fori_loop(jnp.int32(0), most, one, (first, state))[1]
+
+    def _either(self, in_first, in_retry):
+        """`jnp.where`, but for a pass that is known to be the first one."""
+        return (
+            in_first
+            if self.is_first is True
+            else jnp.where(self.is_first, in_first, in_retry)
+        )
 
 
 def tiles_of(schedule: Schedule, thread_block, words, taken):

@@ -19,30 +19,24 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/retries.py",
         (
             "the pass that clears has maxima alone",
-            "visit(i, i, state)",
-            "visit(i, 1, state)",
+            "is_first, is_final = number == 0, (number == retries) & (number > 0)",
+            "is_first, is_final = number == 0, number > 0",
             DROPPED,
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/hopper/forward_retry.py",
+        "pallas_kernels/mosaic_gpu/hopper/forward_program.py",
         (
             "values of dropped keys meet products in every pass",
-            "if self.plan.drops_keys:",
-            "if False:",
+            "clear_keys.clear(values.at(i).ref.at[part], attended)",
+            "clear_keys.clear(values.at(i).ref.at[part], attended | True)",
             DROPPED,
         ),
         (
-            "no warpgroup waits for the one that clears",
-            "self.plan.values_cleared.sync()",
+            "values are cleared before they have come",
+            "plgpu.barrier_wait(came)",
             "pass",
             PADDING,
-        ),
-        (
-            "a retry with a fixed maximum from the start",
-            "return lax.cond(number < self.running, running, of_fixed)",
-            "return lax.cond(number < 0, running, of_fixed)",
-            DROPPED,
         ),
     ),
     *of(
@@ -73,9 +67,15 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/forward.py",
         (
             "rounds that met what is not finite are not made again",
-            "unfinished |= (~good).astype(jnp.int32) << slot",
+            "unfinished |= (due & ~good).astype(jnp.int32) << slot",
             "unfinished |= 0 * slot",
             PADDING,
+        ),
+        (
+            "a retry with a fixed maximum from the start",
+            "running += this.is_final.astype(jnp.int32) * (keys.count - running)",
+            "running += 0 * this.is_final.astype(jnp.int32)",
+            "tests/mosaic_gpu/test_interpreted.py -k out_of_range",
         ),
     ),
 ]

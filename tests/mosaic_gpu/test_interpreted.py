@@ -121,6 +121,24 @@ def test_blocks(name, blocks, monkeypatch, record_property):
     check(case, record_property, config=Config(forward=blocks))
 
 
+class Rising(Case):
+    """Some of the last scores are far above all before: sums of p leave float32."""
+
+    def inputs(self, dtype, seed: int = 0):
+        (q, k, v), arguments = super().inputs(dtype, seed)
+        late = np.arange(self.s) >= self.s - 60
+        return (q, jnp.where(late[:, None, None], 60 * k, k), v), arguments
+
+
+@deep
+@pytest.mark.parametrize("name", ["plain", "lengths", "mask_full"])
+def test_rows_out_of_range_are_made_again(name, monkeypatch, record_property):
+    """With running maxima: without and with keys that no query attends."""
+    mosaic_interpreter.install(monkeypatch)
+    case = dataclasses.replace(by_name(name), batch=(2,), t=200, s=500, h=64, d=64)
+    check(Rising(**vars(case)), record_property)
+
+
 @deep
 @pytest.mark.parametrize("axes", ["ts", "bs"])
 def test_rounds_that_met_nan_are_made_again(axes, monkeypatch):

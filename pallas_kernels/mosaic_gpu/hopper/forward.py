@@ -31,9 +31,9 @@ retry.
 
 Unattended keys are those beyond a length, and those that a mask keeps for no query.
 Their values may be NaN, and 0 times NaN is NaN. Where a call may have such keys
-(`Plan.drops_keys`), each retry puts zeros in the place of their values, and another
-retry comes before the final one. All unfinished tiles go through it, also those that
-were merely out of range.
+(`Plan.drops_keys`), the producer puts zeros in the place of their values in each retry
+(`forward_program.Program.fill`), and another retry comes before the final one. All
+unfinished tiles go through it, also those that were merely out of range.
 
     pass          maximum              unattended values   work tiles
     first         fixed, as above      as they are         all
@@ -44,10 +44,11 @@ Without unattended keys there is no first retry. With `Plan.all_running` the fir
 has running maxima everywhere. Then only a call that may have unattended keys has a
 retry, the final one, for tiles with a sum that is not finite.
 
-Retries are rare. So they have one loop for all blocks, in which nothing runs beside
-products (`forward_retry.RetryLoop`).
+All passes are one loop (benchmarks/lab/144). What differs are numbers: of blocks with a
+running maximum, and whether values are cleared. So a tile that is made again because of
+values which count for nothing has the same bits without them.
 
-A step of the first pass issues the products of the next keys, then those of the
+A step issues the products of the next keys, then those of the
 previous probabilities with their values. While the latter run, it computes the next
 probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
 while another multiplies (section 3.1).
@@ -78,11 +79,15 @@ from pallas_kernels.mosaic_gpu.forward_program import load
 from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
-from pallas_kernels.mosaic_gpu.hopper.forward_retry import RetryLoop
-from pallas_kernels.mosaic_gpu.hopper.retries import fetch_queries, run_passes, store
+from pallas_kernels.mosaic_gpu.hopper.retries import (
+    Pass,
+    fetch_queries,
+    run_passes,
+    store,
+)
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import by_role, wait_until_stored
-from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
+from pallas_kernels.mosaic_gpu.tile_scheduler import has
 from pallas_kernels.program import Where, query_rows
 
 
@@ -122,20 +127,12 @@ def compute(program: Program) -> None:
     run_passes(program, visit, jnp.int32(0), jnp.int32(0))
 
 
-def attend(
-    program: Program,
-    no_keys: flash2.State,
-    tiles: TileSet | DynamicTiles,
-    is_final,
-    slot,
-    state,
-):
+def attend(program: Program, no_keys: flash2.State, this: Pass, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:
       no_keys: the state of rows that have met no keys.
-      tiles: those of the pass.
-      is_final: None in the first pass; of a retry, 1 if it is the final one, else 0.
+      this: the pass.
       slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, and the set of tiles that
         this warpgroup has not finished.
@@ -145,28 +142,26 @@ def attend(
     """
     plan, me = program.plan, program.warpgroup
     first, unfinished = state
-    is_first_pass = is_final is None
     tile = program.work_tile(slot)
     keys = program.key_blocks(tile).counted()
     start = tile.start + me * ROWS
     edges = 1 if plan.one_edge else keys.blocks.edges
     running = 1 if plan.one_running else edges
-    if not is_first_pass:
-        running += is_final * (keys.count - running)
+    running += this.is_final.astype(jnp.int32) * (keys.count - running)
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
-        if is_first_pass:
-            program.scheduler.wait_for(slot + 1)
+        # Of a static schedule nothing is waited for, and nothing is emitted.
+        pl.when(this.is_first)(lambda: program.scheduler.wait_for(slot + 1))
         # `has_next`: whether the next slot has a tile of this pass.
-        pl.when(tiles.has_next(slot))(
+        pl.when(this.tiles.has_next(slot))(
             lambda: fetch_queries(program, program.work_tile(slot + 1))
         )
 
     # If the previous slot has a tile of this pass, that one fetched these queries.
-    pl.when(~tiles.has_previous(slot))(lambda: fetch_queries(program, tile))
+    pl.when(~this.tiles.has_previous(slot))(lambda: fetch_queries(program, tile))
     plgpu.barrier_wait(program.refs.q_full.at[me])
-    loop = (KeyLoop if is_first_pass else RetryLoop)(
+    loop = KeyLoop(
         program,
         spec,
         where,
@@ -180,13 +175,11 @@ def attend(
     accumulator = plgpu.WGMMAAccumulatorRef((ROWS, plan.width["d"]), jnp.float32)
     sums = pl.run_scoped(loop.run, accumulator)
 
-    good = is_right(loop, sums, start, is_first_pass)
-    if is_first_pass:
-        unfinished |= (~good).astype(jnp.int32) << slot
-    else:
-        good &= has(unfinished, slot)
-        unfinished &= ~(good.astype(jnp.int32) << slot)
-    pl.when(good)(functools.partial(store_sums, program, spec, where, sums))
+    due = this.is_first | has(unfinished, slot)
+    good = is_right(loop, sums, start, this.is_first)
+    unfinished &= ~(1 << slot)
+    unfinished |= (due & ~good).astype(jnp.int32) << slot
+    pl.when(due & good)(functools.partial(store_sums, program, spec, where, sums))
     if not plan.output_columns:
         wait_until_stored()
         fetch_next()
@@ -194,7 +187,7 @@ def attend(
 
 
 def is_right(
-    loop: KeyLoop, sums: flash2.State, start, is_first_pass: bool
+    loop: KeyLoop, sums: flash2.State, start, is_first_pass: jax.Array
 ) -> jax.Array:
     """Whether the sums of this warpgroup's rows can be stored.
 
@@ -209,8 +202,8 @@ def is_right(
     in_range = flash2.in_range(sums, loop.program.v.dtype) | beyond
     out = support.warpgroup_any(me, jnp.where(in_range, 0, 1))
     good = (out == 0) | (loop.running == loop.count)
-    if plan.drops_keys and is_first_pass:
-        finite = flash2.has_finite_sums(sums) | beyond
+    if plan.drops_keys:
+        finite = flash2.has_finite_sums(sums) | beyond | ~is_first_pass
         good &= support.warpgroup_any(me, jnp.where(finite, 0, 1)) == 0
     return good
 

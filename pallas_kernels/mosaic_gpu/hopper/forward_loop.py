@@ -147,19 +147,19 @@ class KeyLoop(RowsLoop):
         scores, value_operand = self._scores(True, first)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
         state: Any = m, jnp.sum(p, axis=-1), value_operand(p)
-        # A loop that never has a block is left out: it would take time to compile.
-        if not _is_one(self.running):
-            step = functools.partial(self._running_step, acc)
-            state = lax.fori_loop(first + 1, first + self.running, step, state)
+        step = functools.partial(self._running_step, acc)
+        state = lax.fori_loop(first + 1, first + self.running, step, state)
         m, *state = state
         state, shift = (*state, self.no_keys.top), flash2.finite(m)
+        start = first + self.running
+        # A loop that never has a block is left out: it would take time to compile.
         if self.plan.one_running and not _is_one(self.edges):
             step = functools.partial(self._fixed_step, acc, True, shift)
-            start, stop = first + self.running, first + self.edges
-            state = lax.fori_loop(start, stop, step, state)
+            state = lax.fori_loop(start, first + self.edges, step, state)
+            start = jnp.maximum(start, first + self.edges)
         if not self.plan.all_running:
             step = functools.partial(self._fixed_step, acc, False, shift)
-            state = lax.fori_loop(first + self.edges, last + 1, step, state)
+            state = lax.fori_loop(start, last + 1, step, state)
         total, p, top = state
         self.queries_read()
         self.add_values(acc, last, p)

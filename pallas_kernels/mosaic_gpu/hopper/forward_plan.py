@@ -23,7 +23,7 @@ from pallas_kernels.core.lists import BlockList, Visited
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
-from pallas_kernels.mosaic_gpu.barriers import NamedBarrier, NamedBarriers, PingPong
+from pallas_kernels.mosaic_gpu.barriers import NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.forward_program import TilesPlan, schedule, tile_grid
 from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
@@ -62,6 +62,8 @@ class Refs:
       tile_taken: a barrier for each slot, which has a tile from then on; None if the
         schedule is static.
       v: values, [block_kv, Hv] in each stage.
+      values_came: a barrier at which values arrive in a retry, before those of
+        unattended keys become zeros; None if there are no such keys.
       pass_done: a barrier for each retry, at which computing warpgroups arrive when
         they are through the pass before it.
     """
@@ -75,6 +77,7 @@ class Refs:
     q_full: Any
     tile_taken: Any
     v: Pipeline
+    values_came: Any
     pass_done: Any
 
 
@@ -83,9 +86,9 @@ class Storage:
     """What decides which tiles and barriers shared memory holds.
 
     Whether blocks fit is asked before the schedule and the number of retries are known.
-    So `taken_tiles` and `retries` are by default those that take the most barriers, 256
-    bytes more than the least: a barrier of 8 bytes for each of 31 slots, and one for
-    the second retry.
+    So `taken_tiles`, `retries` and `clears` are by default those that take the most
+    barriers, of 8 bytes: one for each of 31 slots, one for the second retry, and one
+    for values that are cleared.
 
     Attributes:
       blocks: of the kernel.
@@ -95,6 +98,7 @@ class Storage:
       output_columns: columns of the output's tile; 0 if there is none.
       pair_values: dtype of values of pairs that come by TMA, or None.
       retries: how many passes may come after the first one.
+      clears: whether values of keys that no query attends become zeros in them.
       taken_tiles: how many work tiles a thread block may take; 0 of a static schedule.
       largest: whether the largest scores are a result.
       size: sizes of the call's axes, which tiles are copied from and to. They decide
@@ -108,6 +112,7 @@ class Storage:
     output_columns: int = 0
     pair_values: Any = None
     retries: int = MOST_RETRIES
+    clears: bool = True
     taken_tiles: int = MOST_TILES
     largest: bool = False
     size: Mapping[str, int] | None = None
@@ -142,6 +147,7 @@ class Storage:
             q_full=plgpu.Barrier(num_barriers=consumers),
             tile_taken=plgpu.Barrier(num_barriers=taken) if taken else None,
             v=key_pipeline(d, "d"),
+            values_came=plgpu.Barrier() if self.clears else None,
             pass_done=plgpu.Barrier(num_barriers=retries, num_arrivals=consumers),
         )
 
@@ -274,7 +280,6 @@ class Plan(PassesPlan):
       drops_keys: whether there may be keys that no query attends.
       loads_first: whether operands of keys or pairs are loaded from global memory while
         the product of queries and keys is made.
-      values_cleared: where computing warpgroups wait until values have been cleared.
     """
 
     all_running: int
@@ -282,7 +287,6 @@ class Plan(PassesPlan):
     one_edge: bool
     drops_keys: bool
     loads_first: bool
-    values_cleared: NamedBarrier
 
     @classmethod
     def of(
@@ -304,6 +308,7 @@ class Plan(PassesPlan):
         storage = dataclasses.replace(
             storage,
             retries=drops_keys + 1 - all_running,
+            clears=drops_keys,
             taken_tiles=tiles.taken_tiles,
         )
         has_list = isinstance(spec.table, BlockList)
@@ -329,7 +334,6 @@ class Plan(PassesPlan):
             one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
             loads_first=storage.pair_values is None and of_keys > 0,
-            values_cleared=barriers.barrier(storage.consumers),
         )
 
 

@@ -48,10 +48,10 @@ from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks, load
 from pallas_kernels.mosaic_gpu.hopper.fp8_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.fp8_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.fp8_program import Program, Scales
-from pallas_kernels.mosaic_gpu.hopper.retries import fetch_queries, run_passes
+from pallas_kernels.mosaic_gpu.hopper.retries import Pass, fetch_queries, run_passes
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import by_role
-from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles, TileSet, has
+from pallas_kernels.mosaic_gpu.tile_scheduler import has
 from pallas_kernels.program import query_rows
 
 # How many tiles have running maxima after one that left the range of a fixed one.
@@ -97,12 +97,11 @@ def compute(program: Program) -> None:
     run_passes(program, functools.partial(attend, program), zero, zero, zero)
 
 
-def attend(program: Program, tiles: TileSet | DynamicTiles, is_final, slot, state):
+def attend(program: Program, this: Pass, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:
-      tiles: those of the pass.
-      is_final: None in the first pass, 1 in the second.
+      this: the pass, the first one or the final one.
       slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, the set of tiles that this
         warpgroup has not finished, and how many of the next ones have running maxima.
@@ -112,9 +111,8 @@ def attend(program: Program, tiles: TileSet | DynamicTiles, is_final, slot, stat
     """
     plan, me = program.plan, program.warpgroup
     first, unfinished, wary = state
-    all_running = is_final is not None
     tile = program.work_tile(slot)
-    keys = program.key_blocks(tile, is_final)
+    keys = program.key_blocks(tile, this)
     start = tile.start + me * ROWS
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
@@ -122,13 +120,12 @@ def attend(program: Program, tiles: TileSet | DynamicTiles, is_final, slot, stat
         fetch_queries(program, program.work_tile(slot))
 
     def fetch_next():
-        if not all_running:
-            program.scheduler.wait_for(slot + 1)
+        pl.when(this.is_first)(lambda: program.scheduler.wait_for(slot + 1))
         following = functools.partial(fetch, slot + 1)
-        pl.when(tiles.has_next(slot))(following)
+        pl.when(this.tiles.has_next(slot))(following)
 
     # If the previous slot has a tile of this pass, that one fetched these queries.
-    pl.when(~tiles.has_previous(slot))(functools.partial(fetch, slot))
+    pl.when(~this.tiles.has_previous(slot))(functools.partial(fetch, slot))
     plgpu.barrier_wait(program.refs.q_full.at[me])
     loop = KeyLoop(
         program,
@@ -138,20 +135,18 @@ def attend(program: Program, tiles: TileSet | DynamicTiles, is_final, slot, stat
         first,
         unit=program.scales.unit.load((), where),
         running=running_blocks(keys, plan.running, wary),
-        all_running=all_running,
+        all_running=this.is_final,
         queries_read=fetch_next,
     )
     shape = ROWS, plan.storage.value_rows
     accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
     rows, peak, values = pl.run_scoped(loop.run, accumulator)
     good = loop.is_right(rows, peak, start)
-    if all_running:
-        good &= has(unfinished, slot)
-    else:
-        bad = (~good).astype(jnp.int32)
-        unfinished |= bad << slot
-        if plan.schedule.is_static:
-            wary = jnp.maximum(wary - 1, _WARY * bad)
+    good &= this.is_first | has(unfinished, slot)
+    bad = (this.is_first & ~good).astype(jnp.int32)
+    unfinished |= bad << slot
+    if plan.schedule.is_static:
+        wary = jnp.maximum(wary - 1, _WARY * bad)
     pl.when(good)(functools.partial(loop.store, rows, values))
     return first + keys.count, unfinished, wary
 

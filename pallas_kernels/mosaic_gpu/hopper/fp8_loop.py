@@ -76,7 +76,7 @@ class KeyLoop(RowsLoop):
 
     program: Program
     unit: jax.Array
-    all_running: bool
+    all_running: jax.Array
 
     def run(self, acc):
         """Goes through the keys.
@@ -99,9 +99,8 @@ class KeyLoop(RowsLoop):
         if self.plan.sums:
             nothing = jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
         sums = Sums(nothing, nothing)
-        if not self.all_running:
-            step = functools.partial(self._fixed_step, acc, rows.base)
-            sums, p = lax.fori_loop(start, last + 1, step, (sums, p))
+        step = functools.partial(self._fixed_step, acc, rows.base)
+        sums, p = lax.fori_loop(start, last + 1, step, (sums, p))
         self.queries_read()
         self.add_values(acc, last, p)
         self.finish_values(last)
@@ -169,13 +168,13 @@ class KeyLoop(RowsLoop):
         if before is not None:
             alpha = jnp.exp2(before.base - finite(base))
             total = total + before.total * alpha
-        if not self.all_running:
-            keys = (i - self.first + 1) * self.plan.block_kv
-            most = keys.astype(jnp.float32) * _MEAN
-            part = jnp.minimum(most / total, 1.0)
-            p = p * self.plan.along(part, self.plan.block_kv)
-            base, total = base - jnp.log(part) * LOG2_E, total * part
-            alpha = alpha * part
+        keys = (i - self.first + 1) * self.plan.block_kv
+        most = keys.astype(jnp.float32) * _MEAN
+        most = jnp.where(self.all_running, jnp.inf, most)
+        part = jnp.minimum(most / total, 1.0)
+        p = p * self.plan.along(part, self.plan.block_kv)
+        base, total = base - jnp.log(part) * LOG2_E, total * part
+        alpha = alpha * part
         return fp8_bytes.rounded(p), Rows(base, total), alpha
 
     def _fixed_words(self, x: jax.Array, base: jax.Array):
@@ -194,8 +193,6 @@ class KeyLoop(RowsLoop):
 
     def is_right(self, rows: Rows, peak: jax.Array, start) -> jax.Array:
         """Whether the sums of these rows can be stored."""
-        if self.all_running:
-            return jnp.int32(0) == 0
         beyond = start + support.numbers_along(0, ROWS) >= self.plan.layout.size["t"]
         keys = (self.count * self.plan.block_kv).astype(jnp.float32)
         good = (peak < LARGEST) & (rows.total >= keys * _FEWEST) | beyond

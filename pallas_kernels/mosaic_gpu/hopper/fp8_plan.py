@@ -102,12 +102,12 @@ _FIELDS = ("k", "v", "q", "o", "lse", "tile_words", "q_full", "tile_taken", "pas
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[*_FIELDS, "pair_values"],
+    data_fields=[*_FIELDS, "pair_values", "values_came"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Refs(forward_plan.Refs):
-    """Shared memory of a thread block, in another order, and never `pair_values`.
+    """Shared memory of a thread block, in another order, and never those of pairs.
 
     Attributes:
       v: values, and ones for sums, [Hv + 8 or Hv, block_kv] in each stage.
@@ -123,7 +123,7 @@ class Storage(forward_plan.Storage):
         """With the most barriers that a schedule may have."""
         columns = min(head, 128)
         heads, dtypes = (head, head), (DTYPE, jnp.bfloat16)
-        return cls(blocks, heads, *dtypes, columns, retries=1, size=size)
+        return cls(blocks, heads, *dtypes, columns, retries=1, clears=False, size=size)
 
     @property
     def value_rows(self) -> int:

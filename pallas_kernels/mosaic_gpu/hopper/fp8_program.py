@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.core.flash2 import LOG2_E
 from pallas_kernels.core.lists import Visited
@@ -45,9 +46,9 @@ class Program(PassesProgram):
         *operands, scales = inputs
         return super().of(plan, operands, outputs, refs, scales=scales)
 
-    def visited(self, found: Visited, is_final) -> Visited:
+    def visited(self, found: Visited, this) -> Visited:
         """As of the base; in the second pass all have a running maximum, as edges."""
-        return edges_first(found).all_edges(0 if is_final is None else 1)
+        return edges_first(found).all_edges(this.is_final.astype(jnp.int32))
 
 
 def unit_of(scale: float) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,8 +23,23 @@ from pallas_kernels.mosaic_gpu import memory
 from pallas_kernels.mosaic_gpu.forward_program import TilesProgram, WorkTile
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import wait_until_stored
-from pallas_kernels.mosaic_gpu.tile_scheduler import TileSet, tiles_of
+from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicPass, TileSet, tiles_of
 from pallas_kernels.program import Where
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass over work tiles.
+
+    Attributes:
+      tiles: of the thread block, those that it goes through.
+      is_first: whether it goes through all of them.
+      is_final: whether it is a retry, and the last one.
+    """
+
+    tiles: TileSet | DynamicPass
+    is_first: jax.Array
+    is_final: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,49 +51,56 @@ class PassesProgram(TilesProgram):
         words, taken = refs.tile_words.ref, refs.tile_taken
         return tiles_of(plan.schedule, thread_block, words, taken)
 
-    def unfinished(self, retry) -> TileSet:
-        """The tiles that a retry goes through, once the pass before it is done."""
-        plgpu.barrier_wait(self.refs.pass_done.at[retry])
-        consumers, words = self.plan.consumers, self.refs.tile_words.ref
-        first = retry * consumers
-        slots = functools.reduce(
-            operator.or_, (words[first + i] for i in range(consumers))
-        )
-        return TileSet(self.plan.schedule, slots)
+    def passes(self, visit: Callable, state, hand_in: Callable | None = None):
+        """Runs `state = visit(pass, slot, state)` for the work tiles of all passes.
 
-    def retries(self, visit: Callable, state):
-        """Runs `state = visit(retry, is_final, state)` for passes after the first.
+        All are one loop: so there is one copy of what visits a work tile, and few tiles
+        come to more passes than the first.
 
-        In the final one all blocks have a running maximum.
+        Args:
+          hand_in: of a consumer, `hand_in(retry, state)` before each retry.
         """
-        if self.plan.storage.retries < 2:
-            return visit(0, 1, state) if self.plan.storage.retries else state
-        return lax.fori_loop(0, 2, lambda i, state: visit(i, i, state), state)
+        retries = self.plan.storage.retries
+
+        def before(number, state):
+            """Of a retry: the tiles that it goes through."""
+            if hand_in is not None:
+                hand_in(number - 1, state)
+            plgpu.barrier_wait(self.refs.pass_done.at[number - 1])
+            consumers, words = self.plan.consumers, self.refs.tile_words.ref
+            mine = (words[(number - 1) * consumers + i] for i in range(consumers))
+            return functools.reduce(operator.or_, mine)
+
+        def run(number, state):
+            is_first, is_final = number == 0, (number == retries) & (number > 0)
+            slots = lax.cond(
+                is_first, lambda: jnp.int32(0), functools.partial(before, number, state)
+            )
+            tiles = self.scheduler.of_pass(is_first, slots)
+            this = Pass(tiles, is_first, is_final)
+            return tiles.fold(functools.partial(visit, this), state)
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(1 + retries), run, state)
 
 
 def run_passes(program: PassesProgram, attend: Callable, *state: jax.Array) -> None:
     """A consumer's way through the work tiles of all passes.
 
     Args:
-      attend: computes a work tile, `state = attend(tiles, is_final, slot, state)`, with
-        the tiles of the pass. `is_final` is None in the first pass; of a retry, 1 if it
-        is the final one, else 0.
+      attend: computes a work tile, `state = attend(pass, slot, state)`.
       state: how many blocks of keys the pipelines have had, the set of tiles that this
         warpgroup has not finished, and more.
     """
     plan, scheduler, refs = program.plan, program.scheduler, program.refs
     me = program.warpgroup
 
-    def retry(number, is_final, state):
-        refs.tile_words.ref[number * plan.consumers + me] = state[1]
-        plgpu.barrier_arrive(refs.pass_done.at[number])
-        tiles = program.unfinished(number)
-        return tiles.fold(functools.partial(attend, tiles, is_final), state)
+    def hand_in(retry, state):
+        refs.tile_words.ref[retry * plan.consumers + me] = state[1]
+        plgpu.barrier_arrive(refs.pass_done.at[retry])
 
     plan.ping_pong.start(me)
     scheduler.wait_for(0)
-    first_pass = functools.partial(attend, scheduler, None)
-    program.retries(retry, scheduler.fold(first_pass, state))
+    program.passes(attend, state, hand_in)
     wait_until_stored()
 
 
