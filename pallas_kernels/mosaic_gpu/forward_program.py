@@ -205,8 +205,9 @@ class TilesProgram(Program):
     def passes(self, visit: Callable, state):
         """Runs `state = visit(pass, slot, state)` for the work tiles of all passes.
 
-        Here there is one, which is None.
+        Here there is one, which is None, and the schedule is static.
         """
+        assert isinstance(self.scheduler, StaticTiles)
         return self.scheduler.fold(functools.partial(visit, None), state)
 
     def fill(self, this, loaded, i, tile: WorkTile, keys: Where) -> None:

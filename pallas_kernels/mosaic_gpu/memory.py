@@ -88,8 +88,7 @@ class View(layout.View):
             return self._load_pairs(order, where, shape)
         (name,) = kept
         axis = order.index(name)
-        sizes = {**self.block, name: where[name].size}  # maybe of a part of the block
-        shape = tuple(sizes[a] for a in order)
+        shape = tuple(where[a].size if a == name else self.block[a] for a in order)
         vector = support.load_vector(self.at(where), axis)
         numbers = support.ARITHMETIC.along(vector, axis - len(order), shape)
         return numbers != 0 if self.boolean else numbers

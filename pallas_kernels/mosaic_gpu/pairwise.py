@@ -354,8 +354,8 @@ def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
     """`Arithmetic.masked`, with words of `load_words`, too.
 
     The compiler tests seven bits of a word in one instruction where the choices come
-    one after the other. A constant -inf it would scale: it moves the scale before the
-    choice, away from the difference with which it is one instruction.
+    one after the other. With a constant -inf it would multiply by the scale before the
+    choice. Then the scale and the difference are no longer one instruction.
     """
     if kept.dtype == jnp.bool_:
         return jnp.where(kept, x, jnp.broadcast_to(support.minus_infinity(), x.shape))

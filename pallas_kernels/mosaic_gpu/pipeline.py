@@ -33,7 +33,7 @@ class Pipeline:
     Attributes:
       tiles: a `Tile` of shape [stages, ...], or several in a tree, such as a named
         tuple, in whose order they are copied.
-      full: a barrier for each stage, at which every copy arrives.
+      full: a barrier for each stage, at which every copy arrives (or `say_full`).
       empty: a barrier for each stage, at which every reader arrives.
       stages: how many there are.
     """
@@ -84,7 +84,10 @@ class Pipeline:
             plgpu.copy_gmem_to_smem(source, tile.copied.at[stage], full)
 
     def say_full(self, i) -> None:
-        """The tiles of use number i are there: of one tile, after `fill` elsewhere."""
+        """Arrives at `full` in place of the copy of use number i, which did elsewhere.
+
+        For pipelines of one tile.
+        """
         plgpu.barrier_arrive(self.full.at[self.stage(i)])
 
     def wait(self, i) -> None:

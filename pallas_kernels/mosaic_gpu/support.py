@@ -189,7 +189,7 @@ def numbers_along(axis: int, size: int, of_block=plgpu.Layout.WGMMA) -> jax.Arra
 
 
 def minus_infinity() -> jax.Array:
-    """A scalar whose value the compiler does not know."""
+    """-inf, as a scalar whose value the compiler does not know."""
 
     @inline_mgpu(
         return_type=plgpu.ShapeDtypeStruct(

@@ -233,13 +233,6 @@ class DynamicTiles:
     def has_next(self, slot):
         return self._has(slot + 1)
 
-    def has_previous(self, slot):
-        return slot > 0
-
-    def fold(self, visit: Callable, state):
-        """As of `TileSet`."""
-        return DynamicPass(self, True, jnp.int32(0)).fold(visit, state)
-
 
 @dataclasses.dataclass(frozen=True)
 class DynamicPass:
@@ -282,12 +275,7 @@ class DynamicPass:
         return lax.fori_loop(jnp.int32(0), most, one, (first, state))[1]
 
     def _either(self, in_first, in_retry):
-        """`jnp.where`, but for a pass that is known to be the first one."""
-        return (
-            in_first
-            if self.is_first is True
-            else jnp.where(self.is_first, in_first, in_retry)
-        )
+        return jnp.where(self.is_first, in_first, in_retry)
 
 
 def tiles_of(schedule: Schedule, thread_block, words, taken):

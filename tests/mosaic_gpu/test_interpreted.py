@@ -140,6 +140,27 @@ def test_rows_out_of_range_are_made_again(name, monkeypatch, record_property):
 
 
 @deep
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_retries_of_tiles_that_are_taken(blocks, monkeypatch):
+    """Both retries of a dynamic schedule: NaN beyond lengths, and rows out of range."""
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 1)
+    case = dataclasses.replace(by_name("plain"), batch=(2,), t=200, s=330, h=64, d=64)
+    lengths = np.int32([300, 40])
+    (q, k, v), _ = case.inputs(jnp.bfloat16)
+    place = np.arange(case.s)
+    k = jnp.where(((place >= 240) & (place < 280))[:, None, None], 60 * k, k)
+    more = {"config": Config(forward=blocks), "key_value_seq_lengths": lengths}
+    cotangents = tolerances.cotangents_for(case, jnp.bfloat16)
+    clean = mosaic_interpreter.evaluate((q, k, v), cotangents, more)
+    padding = (place >= lengths[:, None])[..., None, None]
+    k, v = (jnp.where(padding, jnp.nan, x) for x in (k, v))
+    dirty = mosaic_interpreter.evaluate((q, k, v), cotangents, more)
+    assert all(np.isfinite(x).all() for x in dirty.values())
+    check_same_bits(clean, dirty)
+
+
+@deep
 @pytest.mark.parametrize("axes", ["ts", "bs"])
 def test_rounds_that_met_nan_are_made_again(axes, monkeypatch):
     """Without the keys that hold it, which no query keeps: no bit of a result changes.

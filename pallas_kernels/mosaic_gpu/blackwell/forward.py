@@ -92,20 +92,22 @@ def forward(
 
 def compute(program: TilesProgram) -> None:
     """A consumer: it computes and stores 128 rows of each work tile."""
-    program.scheduler.fold(functools.partial(attend, program), jnp.int32(0))
+    program.passes(functools.partial(attend, program), jnp.int32(0))
     wait_until_stored()
 
 
-def attend(program: TilesProgram, slot, first):
+def attend(program: TilesProgram, this: None, slot, first):
     """The attention of this consumer's rows of a work tile.
 
     Args:
+      this: the pass, of which there is but one.
       slot: of the work tile.
       first: how many blocks of keys came before.
 
     Returns:
       How many have come after it.
     """
+    del this
     plan, tile = program.plan, program.work_tile(slot)
     keys = program.key_blocks(tile)
     start = tile.start + program.warpgroup * ROWS

@@ -44,14 +44,14 @@ Without unattended keys there is no first retry. With `Plan.all_running` the fir
 has running maxima everywhere. Then only a call that may have unattended keys has a
 retry, the final one, for tiles with a sum that is not finite.
 
-All passes are one loop (benchmarks/lab/144). What differs are numbers: of blocks with a
-running maximum, and whether values are cleared. So a tile that is made again because of
-values which count for nothing has the same bits without them.
+All passes run the same code (benchmarks/lab/144). They differ in how many blocks have a
+running maximum, and in whether the producer clears values. So a tile that is made again
+because of values which count for nothing has the same bits without them.
 
-A step issues the products of the next keys, then those of the
-previous probabilities with their values. While the latter run, it computes the next
-probabilities (Shah 2024, section 3.2). Consumers take turns, ping-pong: one computes
-while another multiplies (section 3.1).
+A step issues the products of the next keys, then those of the previous probabilities
+with their values. While the latter run, it computes the next probabilities (Shah 2024,
+section 3.2). Consumers take turns, ping-pong: one computes while another multiplies
+(section 3.1).
 
 Shared memory (`forward_plan.Refs`; `Storage.num_bytes` is the sum): q [block_q, H],
 num_stages times k [block_kv, H] and v [block_kv, Hv], and o [block_q, Hv] or half of

@@ -153,7 +153,7 @@ class KeyLoop(RowsLoop):
         state, shift = (*state, self.no_keys.top), flash2.finite(m)
         start = first + self.running
         # A loop that never has a block is left out: it would take time to compile.
-        if self.plan.one_running and not _is_one(self.edges):
+        if self.plan.one_running and not self.plan.one_edge:
             step = functools.partial(self._fixed_step, acc, True, shift)
             state = lax.fori_loop(start, first + self.edges, step, state)
             start = jnp.maximum(start, first + self.edges)
@@ -210,22 +210,19 @@ class KeyLoop(RowsLoop):
           before_wait: issues products that run on after those of queries and keys.
 
         Returns:
-          The scores, and a function that makes the operand which meets the values of
-          probabilities.
+          The scores, and a function that makes of probabilities what meets the values:
+          after dropout, in their type.
         """
-        qk, pairs = self.block(masked, i, before_wait)
-        value_operand = functools.partial(self.operand, pairs)
-        return pairs.scores_of(qk, self.program.q.dtype), value_operand
-
-    def block(
-        self, masked: bool, i, before_wait: Callable | None = None
-    ) -> tuple[jax.Array, Pairs]:
-        """Products of queries and keys of block i, and its pairs: as `_scores`."""
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
         qk = self.products(i, before_wait)
-        return qk, self._pairs(masked, i) if pairs is None else pairs
+        pairs = self._pairs(masked, i) if pairs is None else pairs
+
+        def value_operand(p: jax.Array) -> jax.Array:
+            return pairs.drop(p).astype(self.program.v.dtype)
+
+        return pairs.scores_of(qk, self.program.q.dtype), value_operand
 
     def _pairs(self, masked: bool, i) -> Pairs:
         """The pairs of these rows and block i, with what they have loaded."""
@@ -239,15 +236,6 @@ class KeyLoop(RowsLoop):
         pairs = plan.pairs(spec, keys, masked)
         pipeline.release(use, loaded=True)
         return pairs
-
-    def operand(self, pairs: Pairs, p: jax.Array) -> jax.Array:
-        """What meets the values: probabilities after dropout, in their type."""
-        return pairs.drop(p).astype(self.program.v.dtype)
-
-
-def _is_one(number) -> bool:
-    """Whether it is known to be 1 while tracing."""
-    return isinstance(number, int) and number == 1
 
 
 def larger(top: jax.Array | None, p: jax.Array) -> jax.Array | None:

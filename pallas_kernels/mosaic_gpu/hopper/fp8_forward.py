@@ -101,7 +101,7 @@ def attend(program: Program, this: Pass, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:
-      this: the pass, the first one or the final one.
+      this: the pass, the first or the second one, which is final.
       slot: of the thread block, which has the work tile.
       state: how many blocks of keys the pipelines have had, the set of tiles that this
         warpgroup has not finished, and how many of the next ones have running maxima.

@@ -107,7 +107,7 @@ _FIELDS = ("k", "v", "q", "o", "lse", "tile_words", "q_full", "tile_taken", "pas
 )
 @dataclasses.dataclass(frozen=True)
 class Refs(forward_plan.Refs):
-    """Shared memory of a thread block, in another order, and never those of pairs.
+    """Shared memory of a thread block, in another order, never with `pair_values`.
 
     Attributes:
       v: values, and ones for sums, [Hv + 8 or Hv, block_kv] in each stage.

@@ -34,7 +34,7 @@ class Pass:
     Attributes:
       tiles: of the thread block, those that it goes through.
       is_first: whether it goes through all of them.
-      is_final: whether it is a retry, and the last one.
+      is_final: whether it is the last of the retries.
     """
 
     tiles: TileSet | DynamicPass
@@ -54,8 +54,7 @@ class PassesProgram(TilesProgram):
     def passes(self, visit: Callable, state, hand_in: Callable | None = None):
         """Runs `state = visit(pass, slot, state)` for the work tiles of all passes.
 
-        All are one loop: so there is one copy of what visits a work tile, and few tiles
-        come to more passes than the first.
+        They are one loop, so that what visits a work tile is there once.
 
         Args:
           hand_in: of a consumer, `hand_in(retry, state)` before each retry.
@@ -63,7 +62,7 @@ class PassesProgram(TilesProgram):
         retries = self.plan.storage.retries
 
         def before(number, state):
-            """Of a retry: the tiles that it goes through."""
+            """Hands in, waits for the others, and gives the slots of a retry."""
             if hand_in is not None:
                 hand_in(number - 1, state)
             plgpu.barrier_wait(self.refs.pass_done.at[number - 1])
