@@ -80,7 +80,7 @@ from pallas_kernels.mosaic_gpu.hopper.forward_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.forward_program import Program
 from pallas_kernels.mosaic_gpu.hopper.retries import (
-    Pass,
+    TilesPass,
     fetch_queries,
     run_passes,
     store,
@@ -127,7 +127,7 @@ def compute(program: Program) -> None:
     run_passes(program, visit, jnp.int32(0), jnp.int32(0))
 
 
-def attend(program: Program, no_keys: flash2.State, this: Pass, slot, state):
+def attend(program: Program, no_keys: flash2.State, this: TilesPass, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:
@@ -151,7 +151,6 @@ def attend(program: Program, no_keys: flash2.State, this: Pass, slot, state):
     spec, where = query_rows(tile.spec, tile.where, plan.layout, start, ROWS)
 
     def fetch_next():
-        # Of a static schedule nothing is waited for, and nothing is emitted.
         pl.when(this.is_first)(lambda: program.scheduler.wait_for(slot + 1))
         # `has_next`: whether the next slot has a tile of this pass.
         pl.when(this.tiles.has_next(slot))(

@@ -14,7 +14,7 @@ from pallas_kernels.layout import Rows
 from pallas_kernels.mosaic_gpu import clear_keys, memory, prefetch
 from pallas_kernels.mosaic_gpu.forward_program import WorkTile
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import Plan, Refs, edges_first
-from pallas_kernels.mosaic_gpu.hopper.retries import Pass, PassesProgram
+from pallas_kernels.mosaic_gpu.hopper.retries import PassesProgram, TilesPass
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.program import Where
 
@@ -47,7 +47,7 @@ class Program(PassesProgram):
         # If all have a running maximum, there is one loop, over edges.
         return blocks.all_edges() if self.plan.all_running else blocks
 
-    def fill(self, this: Pass, loaded, i, tile: WorkTile, keys: Where) -> None:
+    def fill(self, this: TilesPass, loaded, i, tile: WorkTile, keys: Where) -> None:
         """As of the base, and values of pairs; in a retry values may be cleared."""
         refs, use = self.refs, loaded + i
         fill = functools.partial(super().fill, this, loaded, i, tile, keys)

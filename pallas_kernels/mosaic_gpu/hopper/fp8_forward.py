@@ -48,7 +48,11 @@ from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks, load
 from pallas_kernels.mosaic_gpu.hopper.fp8_loop import KeyLoop
 from pallas_kernels.mosaic_gpu.hopper.fp8_plan import Plan
 from pallas_kernels.mosaic_gpu.hopper.fp8_program import Program, Scales
-from pallas_kernels.mosaic_gpu.hopper.retries import Pass, fetch_queries, run_passes
+from pallas_kernels.mosaic_gpu.hopper.retries import (
+    TilesPass,
+    fetch_queries,
+    run_passes,
+)
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
 from pallas_kernels.mosaic_gpu.plan import by_role
 from pallas_kernels.mosaic_gpu.tile_scheduler import has
@@ -97,7 +101,7 @@ def compute(program: Program) -> None:
     run_passes(program, functools.partial(attend, program), zero, zero, zero)
 
 
-def attend(program: Program, this: Pass, slot, state):
+def attend(program: Program, this: TilesPass, slot, state):
     """One work tile of a pass: its attention, and its output where that is right.
 
     Args:

@@ -28,7 +28,7 @@ from pallas_kernels.program import Where
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class TilesPass:
     """A pass over work tiles.
 
     Attributes:
@@ -76,7 +76,7 @@ class PassesProgram(TilesProgram):
                 is_first, lambda: jnp.int32(0), functools.partial(before, number, state)
             )
             tiles = self.scheduler.of_pass(is_first, slots)
-            this = Pass(tiles, is_first, is_final)
+            this = TilesPass(tiles, is_first, is_final)
             return tiles.fold(functools.partial(visit, this), state)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(1 + retries), run, state)
