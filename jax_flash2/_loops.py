@@ -15,7 +15,7 @@ from pallas_kernels.core.axes import Named
 from pallas_kernels.core.dropout import BLOCK
 from pallas_kernels.core.masks import Tiling
 from pallas_kernels.core.masks.relation import reduced
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.ranges import Range, block_ends
 from pallas_kernels.core.spec import AttentionSpec
 
 # Numbers of blocks are not below 0: JAX need not look.
@@ -58,9 +58,7 @@ class PairLoop:
         spec = spec.with_table("s", self.block["t"], self.block["s"], t, s)
         axes = (*self.batch, "n", "i")
         spec = jax.tree.map(lambda leaf: leaf.to(axes), spec.for_ranges())
-        lo = jnp.arange(count_q, dtype=jnp.int32) * self.block["t"]
-        hi = jnp.minimum(lo + self.block["t"], t)
-        needed = spec.kv_blocks(lo, hi, s, self.block["s"])
+        needed = spec.kv_blocks(*block_ends(self.block["t"], t), s, self.block["s"])
         assert isinstance(needed, Range)
 
         if isinstance(needed.need_lo, int) and isinstance(needed.need_hi, int):
@@ -80,12 +78,12 @@ class PairLoop:
             return x if isinstance(x, int) else reduce(x, tuple(range(x.ndim - 1)))
 
         def of(bounds, i):
-            bounds = jnp.broadcast_to(jnp.asarray(bounds, jnp.int32), lo.shape)
+            bounds = jnp.broadcast_to(jnp.asarray(bounds, jnp.int32), (count_q,))
             return lax.dynamic_index_in_dim(bounds, i, keepdims=False, **COUNTED)
 
         first, end = of_all(needed.need_lo, jnp.min), of_all(needed.need_hi, jnp.max)
         # Query blocks that need something, first: what others do not need may be NaN.
-        visited = jnp.broadcast_to(end > first, lo.shape)
+        visited = jnp.broadcast_to(end > first, (count_q,))
         order = jnp.argsort(~visited, stable=True).astype(jnp.int32)
         count = jnp.sum(visited, dtype=jnp.int32)
 

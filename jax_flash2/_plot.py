@@ -16,7 +16,7 @@ from pallas_kernels.core.axes import Named, is_batch
 from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.pairs import Pairs
 from pallas_kernels.core.promotion import at_least_float32
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.ranges import Range, block_ends
 from pallas_kernels.core.spec import AttentionSpec
 
 _MOST_PAIRS = 2**26
@@ -149,8 +149,8 @@ def _blocks(spec: AttentionSpec, size: tuple[int, int], block_q: int, block_kv: 
         code = code[: -(-t // block_q), : -(-s // block_kv)]
         return code > 0, code > 1
     spec = jax.tree.map(lambda x: x.to(("i",)), spec.for_ranges())
-    first = jnp.arange(-(-t // block_q), dtype=jnp.int32) * block_q
-    found = spec.kv_blocks(first, jnp.minimum(first + block_q, t), s, block_kv)
+    first, end = block_ends(block_q, t)
+    found = spec.kv_blocks(first, end, s, block_kv)
     number = jnp.arange(-(-s // block_kv), dtype=jnp.int32)
     shape = len(first), len(number)
     assert isinstance(found, Range)

@@ -33,6 +33,20 @@ def divide(a, b: int):
     return lax.div(a, jnp.int32(b) if a.ndim == 0 else jnp.full_like(a, b))
 
 
+def block_ends(block: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """The first row of each block of rows, and where it ends: int32 [blocks].
+
+    How many rows the last block has is a constant, and no minimum: of one that XLA
+    computes in 16 bits ptxas up to 13.3 says wrongly on Hopper whether it is the bound
+    (benchmarks/lab/145). Of ends that are all constants XLA would fold what follows.
+    """
+    count = -(-size // block)
+    first = jnp.arange(count, dtype=jnp.int32) * block
+    rows = np.full(count, block, np.int32)
+    rows[-1:] = size - (count - 1) * block
+    return first, first + rows
+
+
 def where(condition, count):
     """The count, or 0: arithmetic, as scalar selects do not lower in every kernel."""
     if isinstance(condition, bool):

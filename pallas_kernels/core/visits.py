@@ -26,7 +26,7 @@ from pallas_kernels.core.axes import Named, batch_axes, whole_axis
 from pallas_kernels.core.block_tables import are_static
 from pallas_kernels.core.lists import BlockList, number_of, sorted_by_kind
 from pallas_kernels.core.masks import Tiling
-from pallas_kernels.core.ranges import Range, divide, maximum, minimum
+from pallas_kernels.core.ranges import Range, block_ends, divide, maximum, minimum
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 
@@ -132,12 +132,11 @@ class Visits:
             return cls._of_list(tabled.table, size["s"], rows["s"], sharing)
         axes = (*_batch(spec), "j")
         loaded = jax.tree.map(lambda x: x.to(axes), tabled.for_ranges())
-        queries, keys = (-(-size[a] // rows[a]) for a in ("t", "s"))
-        start = jnp.arange(keys, dtype=jnp.int32) * rows["s"]
-        end = jnp.minimum(start + rows["s"], size["s"])
+        queries = -(-size["t"] // rows["t"])
+        start, end = block_ends(rows["s"], size["s"])
         found = loaded.q_blocks(start, end, size["t"], rows["t"])
         # All of them for each element and block of keys, whatever they depend on.
-        shape = (*(size[a] for a in _batch(spec)), keys)
+        shape = (*(size[a] for a in _batch(spec)), *start.shape)
         found = Range(*(jnp.broadcast_to(x, shape) for x in found))
         visited = _in(found, queries).astype(jnp.int32)
         so_far = lax.cumsum(visited, axis=visited.ndim - 2)
@@ -353,8 +352,7 @@ def blocks_of_keys_met(
     block, queries = rows["t"], size["t"]
     axes = (*_batch(spec), "i")
     loaded = jax.tree.map(lambda x: x.to(axes), spec.for_ranges())
-    start = jnp.arange(-(-queries // block), dtype=jnp.int32) * block
-    end = jnp.minimum(start + block, queries)
+    start, end = block_ends(block, queries)
     first, last = loaded.key_blocks_met(start, end, size["s"], rows["s"])
     count = jnp.where(start < loaded.q_limit(queries), last - first, 0)
     met = Named(count, axes[-count.ndim :])

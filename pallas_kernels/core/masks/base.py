@@ -46,6 +46,7 @@ from pallas_kernels.core.masks.traits import Traits
 from pallas_kernels.core.positions import Positions
 from pallas_kernels.core.ranges import (
     Range,
+    block_ends,
     divide,
     everything,
     maximum,
@@ -145,18 +146,16 @@ class Atom(abc.ABC):
         Of an atom with ranges it follows from these; others must give it. Fields hold
         `Named` arrays.
         """
-        rows, count = tiling.block_q, -(-tiling.q_size // tiling.block_q)
         parts = without_rows(self), tiling.positions
         axes = (*_element_axes(parts), "i")
         own, positions = named_map(lambda x: x.to(axes), parts)
-        start = jnp.arange(count, dtype=jnp.int32) * rows
-        end = jnp.minimum(start + rows, tiling.q_size)
+        start, end = block_ends(tiling.block_q, tiling.q_size)
         if tiling.repeat > 1:
             start = divide(start, tiling.repeat)
             end = divide(end - 1, tiling.repeat) + 1
         keys = own.kv_range(start, end, positions, tiling.kv_size)
         found = keys.blocks(tiling.block_kv, tiling.kv_size)
-        shape = (1,) * (len(axes) - 1) + (count,)
+        shape = (1,) * (len(axes) - 1) + start.shape
         lo, full_lo, full_hi, hi = (
             (x + jnp.zeros(shape, jnp.int32))[..., None] for x in found
         )

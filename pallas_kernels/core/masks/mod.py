@@ -19,7 +19,7 @@ from pallas_kernels.core.pointwise.runs import keeps_runs
 from pallas_kernels.core.pointwise.sides import split
 from pallas_kernels.core.pointwise.tables import Table
 from pallas_kernels.core.positions import AT_THEIR_NUMBERS, Positions
-from pallas_kernels.core.ranges import divide
+from pallas_kernels.core.ranges import block_ends, divide
 
 
 @mask_dataclass(data=("arrays", "entry", "head"), meta=("program", "keeps_own_key"))
@@ -163,9 +163,8 @@ def _positions(tiling: Tiling, axes) -> list[intervals.Interval]:
     offset, query, key = named_map(lambda x: x.to(axes), tiling.positions)
 
     def ends(block: int, size: int, name: str):
-        first = jnp.arange(-(-size // block), dtype=jnp.int32) * block
-        last = jnp.minimum(first + block, size) - 1
-        return [Named(x, (name,)).to(axes) for x in (first, last)]
+        first, end = block_ends(block, size)
+        return [Named(x, (name,)).to(axes) for x in (first, end - 1)]
 
     rows = ends(tiling.block_q, tiling.q_size, "i")
     keys = ends(tiling.block_kv, tiling.kv_size, "j")
