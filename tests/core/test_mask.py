@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels.core.axes import Named
 from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.core.ranges import Range
+from pallas_kernels.core.ranges import Range, block_ends
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
 from tests.core.programs import at_once
@@ -377,3 +377,18 @@ def test_sides_that_reach_every_row_have_no_bound(data):
     )
     assert found is None or found.left is None or found.left < t - 1
     assert found is None or found.right is None or found.right < s - 1
+
+
+@pytest.mark.parametrize(
+    ("block", "size"), [(16, 40), (16, 48), (16, 5), (128, 320), (128, 128), (64, 65)]
+)
+def test_ends_of_blocks_are_no_minima(block, size):
+    """On Hopper ptxas up to 13.3 makes wrong tables of these (benchmarks/lab/145)."""
+    first, end = block_ends(block, size)
+    assert first.dtype == end.dtype == np.int32
+    rows = [min(block, size - x) for x in range(0, size, block)]
+    np.testing.assert_array_equal(first, range(0, size, block))
+    np.testing.assert_array_equal(end - first, rows)
+    traced = jax.make_jaxpr(lambda: block_ends(block, size))()
+    operations = {one.primitive.name for one in traced.eqns}
+    assert "iota" in operations and not operations & {"min", "max", "clamp"}

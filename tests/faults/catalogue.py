@@ -135,6 +135,18 @@ MUTANTS = [
             "minimum(self.full_hi, need_hi)",
             COUNTS,
         ),
+        (
+            "ends of blocks are minima",
+            "return first, first + rows",
+            "return first, jnp.minimum(first + block, size)",
+            "tests/core/test_mask.py -k no_minima",
+        ),
+        (
+            "the last block has as many rows as the others",
+            "rows[-1:] = size - (count - 1) * block",
+            "rows[-1:] = block",
+            "tests/core/test_mask.py -k no_minima",
+        ),
     ),
     *of(
         "pallas_kernels/core/dropout.py",

@@ -310,7 +310,7 @@ MUTANTS = [
         ),
         (
             "counts that elements share as if each had its own",
-            "shape = (*(size[a] for a in _batch(spec)), keys)",
+            "shape = (*(size[a] for a in _batch(spec)), *start.shape)",
             "shape = jnp.broadcast_shapes(*map(jnp.shape, (*found, start)))",
             "tests/mosaic_gpu/test_visits.py -k do_not_depend_on",
         ),
