@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
@@ -186,6 +186,27 @@ def numbers_along(axis: int, size: int, of_block=plgpu.Layout.WGMMA) -> jax.Arra
         )
 
     return iota()
+
+
+def slices(x: jax.Array) -> Iterator[jax.Array]:
+    """Of a result of products [rows, columns], those of `COLUMNS` columns each."""
+    for first in range(0, x.shape[-1], COLUMNS):
+        yield x[:, first : first + COLUMNS]
+
+
+def sums_of_rows(x: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
+    """Sums of rows in parts, [rows, COLUMNS], of what a thread has of each.
+
+    Threads that share a row need not meet, as they do for `jnp.sum` of all columns.
+
+    Args:
+      x: a result of products, [rows, columns].
+      so_far: parts to which its own are added.
+    """
+    for part in slices(x):
+        so_far = part if so_far is None else so_far + part
+    assert so_far is not None
+    return so_far
 
 
 def minus_infinity() -> jax.Array:

@@ -146,7 +146,7 @@ class KeyLoop(RowsLoop):
         last = first + self.count - 1
         scores, value_operand = self._scores(True, first)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
-        state: Any = m, jnp.sum(p, axis=-1), value_operand(p)
+        state: Any = m, support.sums_of_rows(p), value_operand(p)
         step = functools.partial(self._running_step, acc)
         state = lax.fori_loop(first + 1, first + self.running, step, state)
         m, *state = state
@@ -160,26 +160,26 @@ class KeyLoop(RowsLoop):
         if not self.plan.all_running:
             step = functools.partial(self._fixed_step, acc, False, shift)
             state = lax.fori_loop(start, last + 1, step, state)
-        total, p, top = state
+        sums, p, top = state
         self.queries_read()
         self.add_values(acc, last, p)
         self.finish_values(last)
-        return flash2.State(m, total, acc[...], top)
+        return flash2.State(m, jnp.sum(sums, axis=-1), acc[...], top)
 
     def _running_step(self, acc, i, state):
         """Block i with a running maximum, and the values of the block before it."""
         # Hidden from the optimiser: so two backward kernels spilled no registers (lab
         # note 077).
         i = support.opaque(i)
-        m, total, p = state
+        m, sums, p = state
         scores, value_operand = self._scores(
             True, i, lambda: self.add_values(acc, i - 1, p)
         )
         m, alpha, p = flash2.update(m, scores, self.plan.arithmetic)
         self.finish_values(i - 1)
         acc[...] = acc[...] * self.plan.along(alpha, self.plan.width["d"])
-        total = flash2.add_row_sums(total * alpha, p)
-        return m, total, value_operand(p)
+        sums = sums * self.plan.along(alpha, support.COLUMNS)
+        return m, support.sums_of_rows(p, sums), value_operand(p)
 
     def _fixed_step(self, acc, masked: bool, shift, i, state):
         """Block i with a fixed maximum, and the values of the block before it.
@@ -189,16 +189,15 @@ class KeyLoop(RowsLoop):
           shift: the fixed maximum of each row.
         """
         i = support.opaque(i)
-        total, p, top = state
+        sums, p, top = state
         scores, value_operand = self._scores(
             masked, i, lambda: self.add_values(acc, i - 1, p)
         )
         shift = self.plan.along(shift, self.plan.block_kv)
         p = flash2.probabilities(scores, shift, self.plan.arithmetic)
-        total = flash2.add_row_sums(total, p)
-        top = larger(top, p)
+        sums, top = support.sums_of_rows(p, sums), larger(top, p)
         self.finish_values(i - 1)
-        return total, value_operand(p), top
+        return sums, value_operand(p), top
 
     # Scores.
 
@@ -239,10 +238,9 @@ class KeyLoop(RowsLoop):
 
 
 def larger(top: jax.Array | None, p: jax.Array) -> jax.Array | None:
-    """`flash2.larger` by slices, of which a thread has two columns each."""
+    """`flash2.larger` by slices of a thread's columns."""
     if top is None:
         return None
-    bits = lax.bitcast_convert_type(p, jnp.int32)
-    for first in range(0, bits.shape[-1], support.COLUMNS):
-        top = jnp.maximum(top, bits[:, first : first + support.COLUMNS])
+    for part in support.slices(lax.bitcast_convert_type(p, jnp.int32)):
+        top = jnp.maximum(top, part)
     return top

@@ -333,7 +333,7 @@ class Consumer(gradients.Consumer):
         self._fetch_output()
         self._add_values(acc, last, left)
         self._finish_values(last)
-        return sums_of.Sums(mu, acc[...])
+        return sums_of.Sums(jnp.sum(mu, axis=-1), acc[...])
 
     def _step(self, acc, masked: bool, i, state):
         """Block i of keys, and the values of the block before it."""
@@ -353,7 +353,7 @@ class Consumer(gradients.Consumer):
           before_wait: issues products that run on after those of queries and keys.
 
         Returns:
-          What the block adds to mu, and `Left`, in float32.
+          What the block adds to mu, in parts, and `Left`, in float32.
         """
         plan, keys = self.plan, self.refs.keys
         turns, me = plan.ping_pong, self.program.warpgroup
@@ -375,7 +375,8 @@ class Consumer(gradients.Consumer):
             keys.release(i)
             weighted = again.push(dqk, qk, {})
             p = again.dropped if plan.along[2] else None
-            return jnp.sum(weighted, axis=-1), Left(again.pairs.drop(weighted), p)
+            left = Left(again.pairs.drop(weighted), p)
+            return support.sums_of_rows(weighted), left
 
         return pl.run_scoped(visit, plan.accumulator, plan.accumulator)
 
