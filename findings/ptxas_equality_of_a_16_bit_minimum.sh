@@ -5,9 +5,9 @@
 # as "the result is c" where it says "the result is x". ptxas 13.4 and later, and every version for sm_80 and sm_89, have a comparison of its own.
 # Comparisons by ne, lt and ge, two registers, and 32 bits were right.
 #
-# XLA gets there from int32: where LLVM knows that few threads run it computes in 16 bits. On an H200 (JAX 0.11.2, ptxas 13.0.88)
-# the largest j with qhi[i] >= 16 j, where qhi = minimum(16 i + 16, 40) - 1 and i, j are 0 to 2 (or j < p[b] of an argument), came out as
-# 3, 3, 2 and not 1, 2, 3: its PTX has min.u16 %rs6, %rs5, 24; setp.eq.b16 %p11, %rs6, 24.
+# Run on an H200 (ptxas 13.0.88, as inline assembly in a Triton kernel of JAX 0.11.2): min.u16 h, x, 24; setp.eq.b16 p, h, 24 was true for each x from 10
+# to 24, and false for 25 to 41. XLA gets there from int32, where LLVM knows that few threads run: of [i, j] with minimum(16 i + 16, 40) - 1 >= 16 j
+# or 16 j < p[b] the largest j + 1 and three more reductions became one kernel, with these two instructions; it gave 3, 3, 2 for 1, 2, 3.
 #
 # Seen here, without a GPU (what the value that is selected depends on):
 #   13.0.88, sm_89: a comparison; sm_90: the predicate of VIMNMX, for min and max, u16 and s16

@@ -45,8 +45,8 @@ class Sums(NamedTuple):
     """What rows carry along the keys with a fixed base.
 
     Attributes:
-      total: sums of probabilities, [ROWS], or parts of them, [ROWS, 8].
-      peak: the largest sum of a block, likewise.
+      total: sums of probabilities in parts, [ROWS, 8].
+      peak: the largest part of a block's sum, likewise.
     """
 
     total: jax.Array
@@ -58,8 +58,6 @@ class Sums(NamedTuple):
 
     def of_rows(self) -> Sums:
         """Both [ROWS]."""
-        if self.total.ndim == 1:
-            return self
         return Sums(jnp.sum(self.total, axis=-1), jnp.max(self.peak, axis=-1))
 
 
@@ -95,9 +93,7 @@ class KeyLoop(RowsLoop):
         step = functools.partial(self._running_step, acc)
         state = rows, fp8_bytes.joined(words)
         rows, p = lax.fori_loop(first + 1, start, step, state)
-        nothing = jnp.zeros_like(rows.total)
-        if self.plan.sums:
-            nothing = jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
+        nothing = jnp.zeros([ROWS, support.COLUMNS], jnp.float32)
         sums = Sums(nothing, nothing)
         step = functools.partial(self._fixed_step, acc, rows.base)
         sums, p = lax.fori_loop(start, last + 1, step, (sums, p))
@@ -178,12 +174,12 @@ class KeyLoop(RowsLoop):
         return fp8_bytes.rounded(p), Rows(base, total), alpha
 
     def _fixed_words(self, x: jax.Array, base: jax.Array):
-        """Words of a block, and sums of its rows where the product makes none."""
+        """Words of a block, and parts of sums where the product makes none."""
         shift = self.plan.along(-finite(base), self.plan.block_kv)
         if self.plan.sums:
             return fp8_bytes.by_bits(x, self.unit, shift), None
         p = jnp.exp2(x * self.unit + shift)
-        return fp8_bytes.rounded(p), jnp.sum(p, axis=-1)
+        return fp8_bytes.rounded(p), support.sums_of_rows(p)
 
     def values_at(self, i):
         """As of the base, where they are transposed."""
