@@ -70,6 +70,11 @@ def _numbers_along(axis: int, size: int, of_block=None) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
+def _sums_of_rows(x: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
+    parts = x.reshape(len(x), -1, support.COLUMNS).sum(1)
+    return parts if so_far is None else so_far + parts
+
+
 def _load(ref, shape, *, transposed: bool):
     del shape
     x = plgpu.load(ref)
@@ -306,6 +311,7 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(device, "gpu_is_here", lambda: True)
     put(device, "multiprocessors", lambda: PROGRAMS)
     put(support, "numbers_along", _numbers_along)
+    put(support, "sums_of_rows", _sums_of_rows)
     put(support, "opaque", lambda number: number)
     put(support, "warpgroup_any", lambda me, flags, *_: jnp.sum(flags))
     put(support, "named_barrier", _named_barrier)
