@@ -62,6 +62,12 @@ MUTANTS = [
             "release(use)",
             "tests/mosaic_gpu/test_variants.py -k loaded_before",
         ),
+        (
+            "sums of rows stay when the maximum grows",
+            "sums = sums * self.plan.along(alpha, support.COLUMNS)",
+            "del alpha",
+            "tests/mosaic_gpu/test_interpreted.py -k out_of_range",
+        ),
     ),
     *of(
         "pallas_kernels/mosaic_gpu/hopper/forward.py",

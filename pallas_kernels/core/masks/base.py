@@ -155,7 +155,7 @@ class Atom(abc.ABC):
             end = divide(end - 1, tiling.repeat) + 1
         keys = own.kv_range(start, end, positions, tiling.kv_size)
         found = keys.blocks(tiling.block_kv, tiling.kv_size)
-        shape = (1,) * (len(axes) - 1) + start.shape
+        shape = (1,) * (len(axes) - 1) + jnp.shape(start)
         lo, full_lo, full_hi, hi = (
             (x + jnp.zeros(shape, jnp.int32))[..., None] for x in found
         )
