@@ -11,7 +11,6 @@ from jax_flash2 import flashify
 from jax_flash2._flashify.graph import Node
 from jax_flash2._flashify.layers import Layers
 from jax_flash2._flashify.match import Matcher
-from tests.cases import ON_GPU
 from tests.tiers import deeply
 
 T, H = 6, 4
@@ -165,9 +164,9 @@ def test_results_and_reports_are_those_of_each_layer_alone(function, monkeypatch
     given = inputs()
     fast = flashify(function, must_find=True)
     found, report = jax.jit(fast)(*given), fast.report(*given)
-    rounding = 5e-2 if function is narrow_results else 1e-5
-    if ON_GPU and function is one_left_alone_in_each:
-        rounding = 5e-5  # 2e-5 on an H200 (JAX 0.11.2, 2026-11-29); why is not known
+    # Of the second both forms are off by 1e-5 in float32, beside float64.
+    larger = {narrow_results: 5e-2, one_left_alone_in_each: 5e-5}
+    rounding = larger.get(function, 1e-5)
     for a, b in zip(*map(jax.tree.leaves, (found, function(*given))), strict=True):
         np.testing.assert_allclose(a, b, atol=rounding)
     monkeypatch.setattr(Layers, "like", lambda *_: None)
