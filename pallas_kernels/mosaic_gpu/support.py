@@ -199,7 +199,7 @@ def sums_of_rows(x: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
     """Sums of rows in parts, [rows, COLUMNS], of what a thread has of each.
 
     Threads that share a row need not meet, as they do for `jnp.sum` of all columns.
-    (By `slices` the inference of layouts would take 0.2 s for each kernel.)
+    One operation, as Pallas would infer layouts for each slice (benchmarks/lab/147).
 
     Args:
       x: a result of products, [rows, columns].
