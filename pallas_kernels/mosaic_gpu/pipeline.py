@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -93,6 +94,14 @@ class Pipeline:
     def wait(self, i) -> None:
         """Waits until the tiles of use number i have come."""
         plgpu.barrier_wait(self.full.at[self.stage(i)])
+
+    def wait_unless_beyond(self, i, last) -> None:
+        """Waits for the tiles of use number i, if that is `last` at most: in a branch.
+
+        ptxas moves nothing across a branch. So what is written before it is computed
+        while products run, and not after the next wait for these.
+        """
+        pl.when(i <= last)(functools.partial(self.wait, i))
 
     def at(self, i):
         """The tiles of use number i: a `Tile`, or the tree of them."""

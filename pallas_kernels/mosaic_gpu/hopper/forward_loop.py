@@ -5,6 +5,7 @@ Step i of the loop, for keys i and values i - 1, when registers hold p of block 
     products   qk = q k[i]'      issued in this warpgroup's turn (ping-pong)
                acc += p v[i-1]   issued right after it
     softmax    p of block i, from qk, while the second product runs
+    wait       for keys i + 1 (`Plan.overlaps_exponents`)
     wait       for the second product; values i - 1 have been read
 
 The first block's scores are made before the loop, and the final block's values meet
@@ -64,6 +65,11 @@ class RowsLoop:
         return self.program.plan
 
     @property
+    def last(self) -> jax.Array:
+        """The number of the last block."""
+        return self.first + self.count - 1
+
+    @property
     def count(self) -> jax.Array:
         """How many blocks there are."""
         return self.keys.count
@@ -82,7 +88,8 @@ class RowsLoop:
         ping_pong = self.plan.ping_pong
 
         def issue(qk):
-            refs.k.wait(i)
+            if not self.plan.overlaps_exponents:
+                refs.k.wait(i)
             ping_pong.wait(me)
             # Else addresses of all parts of the queries stay in registers.
             queries = refs.q.ref.at[support.keep_in_loop(me, i)]
@@ -97,6 +104,11 @@ class RowsLoop:
         qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         refs.k.release(i)
         return qk
+
+    def wait_for_next(self, i) -> None:
+        """Waits for the keys after block i, if the plan wants them so early."""
+        if self.plan.overlaps_exponents:
+            self.program.refs.k.wait_unless_beyond(i + 1, self.last)
 
     def add_values(self, acc, i, p) -> None:
         """Issues the product of probabilities and values of block i."""
@@ -142,11 +154,13 @@ class KeyLoop(RowsLoop):
         Returns:
           The state of the rows after all keys.
         """
-        first = self.first
-        last = first + self.count - 1
-        scores, value_operand = self._scores(True, first)
+        first, last = self.first, self.last
+        self.wait_for_next(first - 1)
+        scores, drop = self._scores(True, first)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
-        state: Any = m, support.sums_of_rows(p), value_operand(p)
+        sums, p = support.sums_of_rows(p), drop(p)
+        self.wait_for_next(first)
+        state: Any = m, sums, p.astype(self.program.v.dtype)
         step = functools.partial(self._running_step, acc)
         state = lax.fori_loop(first + 1, first + self.running, step, state)
         m, *state = state
@@ -172,14 +186,14 @@ class KeyLoop(RowsLoop):
         # note 077).
         i = support.opaque(i)
         m, sums, p = state
-        scores, value_operand = self._scores(
-            True, i, lambda: self.add_values(acc, i - 1, p)
-        )
+        scores, drop = self._scores(True, i, lambda: self.add_values(acc, i - 1, p))
         m, alpha, p = flash2.update(m, scores, self.plan.arithmetic)
+        sums = sums * self.plan.along(alpha, support.COLUMNS)
+        sums, p = support.sums_of_rows(p, sums), drop(p)
+        self.wait_for_next(i)
         self.finish_values(i - 1)
         acc[...] = acc[...] * self.plan.along(alpha, self.plan.width["d"])
-        sums = sums * self.plan.along(alpha, support.COLUMNS)
-        return m, support.sums_of_rows(p, sums), value_operand(p)
+        return m, sums, p.astype(self.program.v.dtype)
 
     def _fixed_step(self, acc, masked: bool, shift, i, state):
         """Block i with a fixed maximum, and the values of the block before it.
@@ -190,14 +204,13 @@ class KeyLoop(RowsLoop):
         """
         i = support.opaque(i)
         sums, p, top = state
-        scores, value_operand = self._scores(
-            masked, i, lambda: self.add_values(acc, i - 1, p)
-        )
+        scores, drop = self._scores(masked, i, lambda: self.add_values(acc, i - 1, p))
         shift = self.plan.along(shift, self.plan.block_kv)
         p = flash2.probabilities(scores, shift, self.plan.arithmetic)
-        sums, top = support.sums_of_rows(p, sums), larger(top, p)
+        sums, top, p = support.sums_of_rows(p, sums), larger(top, p), drop(p)
+        self.wait_for_next(i)
         self.finish_values(i - 1)
-        return sums, value_operand(p), top
+        return sums, p.astype(self.program.v.dtype), top
 
     # Scores.
 
@@ -209,19 +222,14 @@ class KeyLoop(RowsLoop):
           before_wait: issues products that run on after those of queries and keys.
 
         Returns:
-          The scores, and a function that makes of probabilities what meets the values:
-          after dropout, in their type.
+          The scores, and the dropout of their probabilities.
         """
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
         qk = self.products(i, before_wait)
         pairs = self._pairs(masked, i) if pairs is None else pairs
-
-        def value_operand(p: jax.Array) -> jax.Array:
-            return pairs.drop(p).astype(self.program.v.dtype)
-
-        return pairs.scores_of(qk, self.program.q.dtype), value_operand
+        return pairs.scores_of(qk, self.program.q.dtype), pairs.drop
 
     def _pairs(self, masked: bool, i) -> Pairs:
         """The pairs of these rows and block i, with what they have loaded."""

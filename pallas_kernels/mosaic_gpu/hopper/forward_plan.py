@@ -25,6 +25,7 @@ from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory, prefetch, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers, PingPong
 from pallas_kernels.mosaic_gpu.forward_program import TilesPlan, schedule, tile_grid
+from pallas_kernels.mosaic_gpu.hopper import tuning
 from pallas_kernels.mosaic_gpu.hopper.tuning import REGISTERS, ROWS
 from pallas_kernels.mosaic_gpu.pipeline import Pipeline
 from pallas_kernels.mosaic_gpu.shared_memory import Tile
@@ -248,10 +249,13 @@ class PassesPlan(TilesPlan):
     Attributes:
       storage: what shared memory holds.
       ping_pong: turns of the computing warpgroups.
+      overlaps_exponents: whether all exponents of a block are computed while the
+        product of the values before them runs (`RowsLoop.wait_for_next`).
     """
 
     storage: Storage
     ping_pong: PingPong
+    overlaps_exponents: bool
 
     registers = REGISTERS
 
@@ -302,6 +306,7 @@ class Plan(PassesPlan):
         # that start late must find their tiles taken.
         uniform_cost = spec.cost_is_monotone and not spec.is_part
         tiles = schedule(layout, uniform_cost=uniform_cost)
+        width = memory.forward_tiles(layout.size)
         all_running, drops_keys = int(spec.maximum_may_grow), spec.drops_keys
         dtype = operands[2].dtype
         storage = _storage(spec, layout, (dtype, outputs[0].dtype), launch.blocks)
@@ -327,6 +332,7 @@ class Plan(PassesPlan):
             tiles,
             storage,
             barriers.ping_pong(storage.consumers),
+            tuning.forward_overlaps_exponents(width, spec, launch.blocks),
             all_running,
             # Where masks may drop some pairs of any block, all of them would have a
             # running maximum.

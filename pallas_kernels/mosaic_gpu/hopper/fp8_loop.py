@@ -87,9 +87,11 @@ class KeyLoop(RowsLoop):
           values.
         """
         first, head = self.first, self.plan.head
-        last, start = first + self.count - 1, first + self.running
+        last, start = self.last, first + self.running
+        self.wait_for_next(first - 1)
         x = self._masked(self.products(first), first)
         words, rows, _ = self._running_words(x, first)
+        self.wait_for_next(first)
         step = functools.partial(self._running_step, acc)
         state = rows, fp8_bytes.joined(words)
         rows, p = lax.fori_loop(first + 1, start, step, state)
@@ -113,6 +115,7 @@ class KeyLoop(RowsLoop):
         rows, p = state
         x = self.products(i, lambda: self.add_values(acc, i - 1, p))
         words, rows, alpha = self._running_words(self._masked(x, i), i, rows)
+        self.wait_for_next(i)
         self.finish_values(i - 1)
         values = acc[...]
         acc[...] = values * self.plan.along(alpha, values.shape[-1])
@@ -124,6 +127,7 @@ class KeyLoop(RowsLoop):
         sums, p = state
         x = self.products(i, lambda: self.add_values(acc, i - 1, p))
         words, part = self._fixed_words(x, base)
+        self.wait_for_next(i)
         self.finish_values(i - 1)
         if part is None:
             values = acc[...]

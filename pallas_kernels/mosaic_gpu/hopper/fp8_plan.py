@@ -177,7 +177,8 @@ class Plan(PassesPlan):
         storage = dataclasses.replace(storage, taken_tiles=tiles.taken_tiles)
         consumers = storage.consumers
         ping_pong = NamedBarriers(consumers + 1).ping_pong(consumers)
-        own = layout, consumers, DTYPE, tiles, storage, ping_pong
+        overlaps = launch.blocks.num_stages > 1  # else a deadlock, as in `tuning`
+        own = layout, consumers, DTYPE, tiles, storage, ping_pong, overlaps
         # In an edge a row may have few keys, whose maximum says little of the others.
         return cls(launch, *own, running=int(bool(spec.masks)))
 

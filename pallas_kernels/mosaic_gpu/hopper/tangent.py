@@ -318,11 +318,18 @@ class Consumer(gradients.Consumer):
         lse = support.load_vector(inputs.lse.at(where), 0)
         return cls(program, spec, where, lse)
 
+    @property
+    def last(self) -> jax.Array:
+        """The number of the last block of keys."""
+        return self.program.count - 1
+
     def walk(self, acc) -> sums_of.Sums:
         """Goes through the keys; `acc` are registers for the sum of the products."""
         blocks, first = self.program.blocks, jnp.int32(0)
-        last = self.program.count - 1
+        last = self.last
+        self.refs.keys.wait(first)
         mu, left = self._pairs(True, first)
+        self.refs.keys.wait_unless_beyond(first + 1, last)
         state: Any = mu, left.rounded(self.plan.dtype)
         edges: Any = blocks.edges
         if not (isinstance(edges, int) and edges == 1):
@@ -342,6 +349,7 @@ class Consumer(gradients.Consumer):
         more, following = self._pairs(
             masked, i, lambda: self._add_values(acc, i - 1, left)
         )
+        self.refs.keys.wait_unless_beyond(i + 1, self.last)
         self._finish_values(i - 1)
         return mu + more, following.rounded(self.plan.dtype)
 
@@ -360,7 +368,6 @@ class Consumer(gradients.Consumer):
         running = plan.products_of_values if before_wait else 0
 
         def visit(qk_acc, dqk_acc):
-            keys.wait(i)
             turns.wait(me)
             self._issue_scores(i, qk_acc, dqk_acc)
             if before_wait is not None:
