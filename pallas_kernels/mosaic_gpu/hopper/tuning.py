@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pallas_kernels import device
 from pallas_kernels.backend import Call
 from pallas_kernels.configs import Blocks
+from pallas_kernels.core.lists import BlockList
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.core.visits import Sharing, many_known, size_of_counts
 from pallas_kernels.mosaic_gpu import measured, memory
@@ -212,14 +213,20 @@ def forward_overlaps_exponents(
 ) -> bool:
     """Whether all exponents of a block are computed while values meet those before.
 
-    That is 1.00 to 1.06 times as fast where this product takes long. It loses 1 to 8 %
-    beside other heads, and where pairs have operands, a mask or a table by distance
-    (NVIDIA H200: benchmarks/lab/148-exponents-before-a-wait.md). With one stage it
-    would be a deadlock: the next keys come after values that wait for this product.
+    That is 1.00 to 1.06 times as fast where this product, or a mask of lists, takes
+    long. It loses 1 to 8 % beside other heads, and where pairs have operands, a mask of
+    arrays or a table by distance (NVIDIA H200:
+    benchmarks/lab/148-exponents-before-a-wait.md). With one stage it would be a
+    deadlock: the next keys come after values that wait for this product.
+
+    Args:
+      width: of tiles of heads.
+      spec: as the kernel has it, with its table.
     """
     loads = spec.score.pair_operands or spec.score.reads_distances
     is_plain = not (loads or spec.has_mask_of_pairs)
-    return is_plain and blocks.num_stages > 1 and 96 <= width["d"] <= 128
+    least = 64 if isinstance(spec.table, BlockList) else 96
+    return is_plain and blocks.num_stages > 1 and least <= width["d"] <= 128
 
 
 def adder_warps(width: Mapping[str, int]) -> int:
