@@ -55,12 +55,33 @@ MUTANTS = [
         ),
     ),
     *of(
+        "pallas_kernels/mosaic_gpu/hopper/tuning.py",
+        (
+            "keys are awaited early where there is one stage",
+            "is_plain and blocks.num_stages > 1 and ",
+            "is_plain and ",
+            "tests/mosaic_gpu/test_schedule.py -k awaited_early",
+        ),
+        (
+            "keys are awaited early beside a bias of pairs",
+            "loads = spec.score.pair_operands or spec",
+            "loads = spec",
+            "tests/mosaic_gpu/test_schedule.py -k awaited_early",
+        ),
+    ),
+    *of(
         "pallas_kernels/mosaic_gpu/hopper/forward_loop.py",
         (
             "the next pairs come while these are loaded",
             "release(use, loaded=True)",
             "release(use)",
             "tests/mosaic_gpu/test_variants.py -k loaded_before",
+        ),
+        (
+            "the keys after the next ones are awaited",
+            "k.wait_unless_beyond(i + 1, self.last)",
+            "k.wait_unless_beyond(i + 2, self.last)",
+            "tests/mosaic_gpu/test_interpreted.py -k 'order_all and causal-128'",
         ),
         (
             "sums of rows stay when the maximum grows",

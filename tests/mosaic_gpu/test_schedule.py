@@ -12,9 +12,10 @@ from pallas_kernels import device, program
 from pallas_kernels.configs import Blocks
 from pallas_kernels.core.arithmetic import PLAIN
 from pallas_kernels.core.axes import Named
-from pallas_kernels.core.masks import Lengths, SegmentIds, Window
+from pallas_kernels.core.lists import BlockList
+from pallas_kernels.core.masks import DenseMask, Lengths, SegmentIds, Window
 from pallas_kernels.core.positions import Numbering
-from pallas_kernels.core.scores import Score
+from pallas_kernels.core.scores import Bias, Score
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import memory
@@ -244,6 +245,24 @@ def test_one_edge(expected, masks, rows, block_q, offset):
     layout = memory.TileGrid.of("forward", operands, launch)
     spec = AttentionSpec(Score(1.0), tuple(masks), offset)
     assert forward_plan.have_one_edge(spec, layout) == expected
+
+
+def test_keys_are_awaited_early_where_that_is_faster():
+    def early(*, head=128, stages=2, **more):
+        spec = AttentionSpec(**{"score": Score(1.0), "masks": (), **more})
+        blocks = Blocks(128, 128, num_warps=8, num_stages=stages)
+        width = {"h": 64, "d": head}
+        return tuning.forward_overlaps_exponents(width, spec, blocks)
+
+    found = [head for head in (32, 64, 96, 128, 160, 256) if early(head=head)]
+    assert found == [96, 128]
+    listed = BlockList(*[None] * 5, own=128, visited=128, size=512)
+    assert early(head=64, table=listed) and not early(head=32, table=listed)
+    assert early(masks=(Window(None, 0), Lengths(DATA, None)))
+    assert not early(stages=1)
+    kept, bias = (Named(np.zeros((9, 9), x), ("t", "s")) for x in (bool, np.float32))
+    assert not early(masks=(DenseMask(kept),))
+    assert not early(score=Score(1.0, (Bias(bias),)))
 
 
 def test_windows_of_all_rows_lie_side_by_side():
