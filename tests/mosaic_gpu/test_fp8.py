@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import _api, _fp8, _operation, _vjp, attention, explain
+from jax_flash2 import Blocks, Config, _api, _fp8, _operation, _vjp, attention, explain
 from jax_flash2._operation import Problem
 from pallas_kernels.core.axes import Named
 from pallas_kernels.mosaic_gpu import hopper, support
@@ -48,6 +48,7 @@ CASES = {
     "window": (64, 1.0, {"is_causal": True, "local_window_size": (70, 0)}),
     "segments": (256, 1.0, {}),
     "one_large_score": (128, 1.0, {}),
+    "one_stage": (64, 8.0, {"config": Config(forward=Blocks(64, 128, 4, 1))}),
 }
 
 
