@@ -77,8 +77,6 @@ BACKENDS = {
     "triton": Entry("pallas_kernels.triton", platform="cuda"),
     "xla": Entry("jax_flash2._chunked", has_tangents=True),
 }
-# Arguments of `attention` that fields of the score have other names for.
-_ARGUMENTS = {"slopes": "alibi_slopes", "factor": "scale"}
 REFERENCE = "reference"  # the oracle of the tests, quadratic in memory: by name
 
 
@@ -443,7 +441,9 @@ def _words(pass_: Pass, made: Made, call: Call) -> list[str]:
     """Who makes a pass, why not those before it, and how its work is divided."""
     what = pass_
     if pass_ == "operand_gradients":
-        fields = (_ARGUMENTS.get(x, x) for x in call.spec.score.operands)
+        score = call.spec.score
+        named = {f: x for y in (score, *score.terms) for f, x in y.arguments.items()}
+        fields = (named.get(x, x) for x in score.operands)
         what = f"gradients of {' and '.join(fields)}"
     others = "; ".join(f"not {x}: {why}" for x, why in made.passed_over.items())
     line = f"{what}: {made.name}{others and f' ({others})'}"

@@ -107,7 +107,7 @@ def on_mesh(
     Raises:
       ValueError: if operands are divided in a way that cannot be served.
     """
-    division = _sharding.explicit_division(call.operands, rows=True)
+    division = _sharding.explicit_division(call.operands, call.argument, rows=True)
     if division is None or "t" not in division.along:
         return None
     context = Context(division.along["t"], None)

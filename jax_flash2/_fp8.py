@@ -38,7 +38,7 @@ def run(call: Call, implementation: str | None) -> tuple[jax.Array, ...]:
       TypeError: if JAX asks for a derivative.
       ValueError: if rows are divided over devices.
     """
-    division = _sharding.explicit_division(call.operands, rows=True)
+    division = _sharding.explicit_division(call.operands, call.argument, rows=True)
     if division is not None and "t" in division.along:
         raise ValueError(
             "rows must not be divided over devices with precision='fp8' or quantised "

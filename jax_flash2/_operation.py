@@ -70,6 +70,11 @@ class Problem:
         numbered = self.tree.unflatten(range(self.tree.num_leaves))
         return dict(sorted(numbered.differentiable.items(), key=lambda x: x[1]))
 
+    def argument(self, place: int) -> str:
+        """What errors call an operand of a pass, which may be none of the call's."""
+        own = range(len(self.axes))
+        return self.call(own).argument(place) if place in own else "an array"
+
     @property
     def is_part(self) -> bool:
         """Whether results are parts of others (`AttentionSpec.is_part`)."""
@@ -212,7 +217,7 @@ class Operation:
     def results(self, problem: Problem, operands) -> list[Named]:
         """Shape structs of the results."""
         outputs = list(self.outputs(problem, operands))
-        division = _sharding.explicit_division(operands)
+        division = _sharding.explicit_division(operands, problem.argument)
         divided = set() if division is None else set(division.along)
         for i, places in self.unread(problem, operands).items():
             read = (x for j, x in enumerate(operands) if j not in places)

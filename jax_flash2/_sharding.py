@@ -145,11 +145,18 @@ class Division:
 
 _ARGUMENTS = ("query", "key", "value")
 # What whole axes are, by the first letters of their names.
-_KINDS = {"x": "a captured array", "p": "pages", "r": "pages", "c": "pages"}
+_KINDS = {"x": "axes", "p": "pages", "r": "pages", "c": "pages"}
+
+
+def _argument(place: int) -> str:
+    return _ARGUMENTS[place] if place < len(_ARGUMENTS) else "an array"
 
 
 def explicit_division(
-    operands: Sequence[Named], *, rows: bool = False
+    operands: Sequence[Named],
+    argument: Callable[[int], str] = _argument,
+    *,
+    rows: bool = False,
 ) -> Division | None:
     """How the types of operands, with query, key and value first, say they are divided.
 
@@ -157,6 +164,7 @@ def explicit_division(
 
     Args:
       operands: arrays, tracers or types.
+      argument: what errors call the one at a place.
       rows: whether rows may be divided, those of queries and of keys alike.
 
     Raises:
@@ -165,9 +173,8 @@ def explicit_division(
     """
     along: dict[str, tuple[str, ...]] = {}
     mesh = None
-    first: dict[str, str] = {}  # the argument that `along` was read from
+    first: dict[str, int] = {}  # the place of the operand that `along` was read from
     for i, x in enumerate(operands):
-        argument = _ARGUMENTS[i] if i < len(_ARGUMENTS) else "an argument"
         sharding = _type(x.value).sharding
         for name, axes in zip(x.axes, sharding.spec, strict=True):
             if axes is None or name is None:
@@ -181,24 +188,26 @@ def explicit_division(
             elif is_row or name in ("h", "d") or is_whole(name):
                 kind = "rows" if is_row else _KINDS.get(name[0], "head size")
                 raise ValueError(
-                    f"{argument} is sharded along its {kind} by mesh axes {axes}, but "
-                    "every device needs the whole axis: use jax.reshard"
+                    f"{argument(i)} is sharded along its {kind} by mesh axes {axes}, "
+                    "but every device needs the whole axis: use jax.reshard"
                 )
             name = "n" if name == "k" else name
             if along.setdefault(name, axes) != axes:
                 where = "rows" if is_row else "heads" if name == "n" else "a batch axis"
                 raise ValueError(
-                    f"{argument} is sharded along {where} by mesh axes {axes}, but "
-                    f"{first[name]} by mesh axes {along[name]}: shard both alike"
+                    f"{argument(i)} is sharded along {where} by mesh axes {axes}, but "
+                    f"{argument(first[name])} by mesh axes {along[name]}: shard both "
+                    "alike"
                 )
-            first.setdefault(name, argument)
+            first.setdefault(name, i)
             for other, taken in along.items():
                 apart = other != name and {other, name} != {"t", "s"}
                 if apart and set(taken) & set(axes):
                     raise ValueError(
-                        f"{argument} is sharded by mesh axes {axes}, but "
-                        f"{first[other]} is sharded along another axis by mesh axes "
-                        f"{taken}: a mesh axis can shard only one axis of a call"
+                        f"{argument(i)} is sharded by mesh axes {axes}, but "
+                        f"{argument(first[other])} is sharded along another axis by "
+                        f"mesh axes {taken}: a mesh axis can shard only one axis of a "
+                        "call"
                     )
     if along.get("t") != along.get("s"):
         raise ValueError(

@@ -44,6 +44,22 @@ class Call:
         """query, key, value, and the leaves of the spec."""
         return jax.tree.leaves(self)
 
+    def argument(self, place: int) -> str:
+        """The argument of `attention` that the operand at a place came by, for errors.
+
+        What has fields with other names says so, in `arguments`.
+        """
+        path, _ = jax.tree.leaves_with_path(self)[place]
+        owner: Any = self
+        holder, field = owner, ""
+        for key in path:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                owner, field = holder, key.name
+                holder = getattr(owner, field)
+            else:  # of a tuple
+                holder = holder[key.idx]
+        return getattr(owner, "arguments", {}).get(field, field)
+
     @property
     def structs(self) -> Call:
         """The same with shape structs in place of arrays."""

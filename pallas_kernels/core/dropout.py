@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,7 @@ class Dropout:
 
     seed: tuple[Any, Any]
     threshold: int = dataclasses.field(metadata={"static": True})
+    arguments: ClassVar = {"seed": "dropout_rng"}
 
     @staticmethod
     def threshold_of(rate: float) -> int:

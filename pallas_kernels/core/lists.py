@@ -13,7 +13,7 @@ that divides its own.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,9 @@ class BlockList:
     own: int = dataclasses.field(metadata={"static": True})
     visited: int = dataclasses.field(metadata={"static": True})
     size: int = dataclasses.field(metadata={"static": True})
+    arguments: ClassVar = dict.fromkeys(
+        ("order", "ascending", "edges", "count", "code"), "block_mask"
+    )
 
     @classmethod
     def of(cls, code: Named, *, own: int, visited: int, size: int) -> BlockList:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,7 @@ class AttentionSpec:
     rows_have_keys: bool = dataclasses.field(default=False, metadata={"static": True})
     value_scale: Any = None
     pages: Pages | None = None
+    arguments: ClassVar = {"offset": "query_offset", "sink": "sinks"}
 
     @property
     def positions(self) -> Positions:

@@ -158,6 +158,34 @@ def test_explicit_shardings_that_attention_cannot_keep(specs, message):
             jax.jit(attention)(q, k, k)
 
 
+# Arrays that say which rows they have, by the argument that an error names.
+OF_ROWS = {
+    "bias": lambda x: {"bias": x[:, None]},
+    "mask": lambda x: {"mask": x[:, None] > 0},
+    "query_segment_ids .or what mask_mod captures.": lambda x: {
+        "query_segment_ids": x.astype(jnp.int32)
+    },
+    "an array that mask_mod captures": lambda x: {
+        "mask_mod": lambda b, h, i, j: x[b, i] + x[b, j] > 1
+    },
+    "an array that score_mod captures": lambda x: {
+        "score_mod": lambda s, b, h, i, j: s * x[b, i]
+    },
+}
+
+
+@pytest.mark.parametrize("argument", OF_ROWS)
+def test_arguments_whose_rows_are_sharded_alone(argument):
+    q, k, v = _operands()
+    mesh = _mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones(q.shape[:2]), NamedSharding(mesh, P(None, "model")))
+        x = x[..., None] if argument in ("bias", "mask") else x
+        message = rf"^{argument} is sharded along its rows by mesh axes .'model',"
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, **OF_ROWS[argument](x))
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="heads for four devices")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "expected"),

@@ -36,7 +36,7 @@ ARGUMENTS += ("_paged", "_pools", "_ragged", "_cache", "servers", "_server_argum
 FEATURES = {
     "bias": (r"bias", 7, 35),  # its kernel's blocks, too: `gradient_blocks`
     "dropout": (r"dropout|drops_by_sign", 20, 36),
-    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 11, 61),
+    "mask": (r"(?<!un)mask(?!ed|ing|s$)", 11, 62),
     "attended keys": (r"attended|(drops|kept|with|dropped|clear)_keys", 11, 33),
     "segments": (r"segment", 0, 0),
     "window": (r"window", 3, 8),

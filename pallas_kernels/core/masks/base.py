@@ -34,7 +34,7 @@ import functools
 import operator
 import typing
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,7 @@ class Atom(abc.ABC):
         as of a term of the score.
       lists_blocks: whether the blocks that it keeps may have others between them, so
         that a list of them (`core.lists`) skips more than a range.
+      arguments: of `attention`, by the fields that have other names (`Call.argument`).
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -100,6 +101,7 @@ class Atom(abc.ABC):
     operations: frozenset[str] = frozenset()
     words: str = ""
     lists_blocks: bool = False
+    arguments: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod
     def keep(self, q, kv, q_pos, kv_pos) -> jax.Array | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -37,6 +37,10 @@ class Lengths(Atom):
 
     query: Any = None
     key_value: Any = None
+    arguments: ClassVar = {
+        "query": "query_seq_lengths",
+        "key_value": "key_value_seq_lengths",
+    }
     has_ranges = True
     ranges_are_exact = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class MaskMod(ArrayMask):
     head: Any
     program: Program
     keeps_own_key: bool
+    arguments: ClassVar = {"arrays": "an array that mask_mod captures"}
 
     @property
     def traits(self) -> Traits:

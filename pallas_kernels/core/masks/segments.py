@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -27,6 +27,11 @@ class SegmentIds(ArrayMask):
     query: Any
     key_value: Any
     are_shared: bool = False
+    # Those of a `mask_mod` that compares ids, too.
+    arguments: ClassVar = {
+        "query": "query_segment_ids (or what mask_mod captures)",
+        "key_value": "key_value_segment_ids (or what mask_mod captures)",
+    }
 
     @property
     def traits(self) -> Traits:

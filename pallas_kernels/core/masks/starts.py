@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -20,6 +20,7 @@ class Starts(Atom):
     """Keeps pairs whose key row >= `first`, an int32 scalar for each batch entry."""
 
     first: Any
+    arguments: ClassVar = {"first": "key_value_seq_starts"}
     has_ranges = True
     ranges_are_exact = True
     limits = Limits()

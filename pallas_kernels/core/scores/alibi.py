@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pallas_kernels.core.flash2 import Scores
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
@@ -23,6 +23,7 @@ class Alibi(Term):
         maximum_may_grow=True,  # scores are highest amid the keys
     )
     kept = "nothing"
+    arguments: ClassVar = {"slopes": "alibi_slopes"}
 
     @property
     def operands(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import abc
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,7 @@ class Term(abc.ABC):
       operations: what a kernel must have for it beside what all kernels have, such as
         the names of JAX's primitives (`pointwise.Program.operations`).
       words: what `explain` says of it beside the arguments; or nothing.
+      arguments: of `attention`, by the fields that have other names (`Call.argument`).
     """
 
     # Class attributes or properties; without one, an AttributeError says so.
@@ -123,6 +124,7 @@ class Term(abc.ABC):
     kept: Kept
     operations: frozenset[str] = frozenset()
     words: str = ""
+    arguments: ClassVar[Mapping[str, str]] = {}
 
     @property
     @abc.abstractmethod

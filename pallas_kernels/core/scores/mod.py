@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class ScoreMod(Term):
     head: Any
     program: Program
     derivative: Program
+    arguments: ClassVar = {"arrays": "an array that score_mod captures"}
 
     @property
     def traits(self) -> TermTraits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Score:
     terms: tuple[Term, ...] = ()
     factor: Any = None
     key_scale: Any = None
+    arguments: ClassVar = {"factor": "scale"}
 
     @property
     def operands(self) -> dict[str, Any]:
