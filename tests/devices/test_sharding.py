@@ -176,6 +176,8 @@ OF_ROWS = {
 
 @pytest.mark.parametrize("argument", OF_ROWS)
 def test_arguments_whose_rows_are_sharded_alone(argument):
+    if argument.startswith("an array") and jax.__version_info__ < (0, 12):
+        pytest.skip("JAX cannot trace a read at an index of a divided array")
     q, k, v = _operands()
     mesh = _mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
