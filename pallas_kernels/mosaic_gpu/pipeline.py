@@ -96,10 +96,10 @@ class Pipeline:
         plgpu.barrier_wait(self.full.at[self.stage(i)])
 
     def wait_unless_beyond(self, i, last) -> None:
-        """Waits for the tiles of use number i, if that is `last` at most: in a branch.
+        """Waits for the tiles of use number i, if that is `last` at most.
 
-        ptxas moves nothing across a branch. So what is written before it is computed
-        while products run, and not after the next wait for these.
+        ptxas moves nothing across this branch. So what stands before it is computed
+        before the next wait for products, and not after it.
         """
         pl.when(i <= last)(functools.partial(self.wait, i))
 

@@ -58,14 +58,14 @@ MUTANTS = [
         "pallas_kernels/mosaic_gpu/hopper/tuning.py",
         (
             "keys are awaited early where there is one stage",
-            "is_plain and blocks.num_stages > 1 and ",
-            "is_plain and ",
+            "return blocks.num_stages > 1",
+            "return True",
             "tests/mosaic_gpu/test_schedule.py -k awaited_early",
         ),
         (
             "keys are awaited early beside a bias of pairs",
-            "loads = spec.score.pair_operands or spec",
-            "loads = spec",
+            "bool(score.pair_operands) or score",
+            "score",
             "tests/mosaic_gpu/test_schedule.py -k awaited_early",
         ),
     ),
@@ -78,10 +78,10 @@ MUTANTS = [
             "tests/mosaic_gpu/test_variants.py -k loaded_before",
         ),
         (
-            "the keys after the next ones are awaited",
-            "k.wait_unless_beyond(i + 1, self.last)",
-            "k.wait_unless_beyond(i + 2, self.last)",
-            "tests/mosaic_gpu/test_interpreted.py -k 'order_all and causal-128'",
+            "no wait for the keys of blocks with a fixed maximum",
+            "larger(top, p), drop(p)\n        self.wait_for_next(i)\n",
+            "larger(top, p), drop(p)\n",
+            "tests/mosaic_gpu/test_interpreted.py -k 'out_of_range and plain-96'",
         ),
         (
             "sums of rows stay when the maximum grows",

@@ -248,18 +248,19 @@ def test_one_edge(expected, masks, rows, block_q, offset):
 
 
 def test_keys_are_awaited_early_where_that_is_faster():
-    def early(*, head=128, stages=2, **more):
+    def early(*, head=128, keys=None, stages=2, **more):
         spec = AttentionSpec(**{"score": Score(1.0), "masks": (), **more})
         blocks = Blocks(128, 128, num_warps=8, num_stages=stages)
-        width = {"h": 64, "d": head}
-        return tuning.forward_overlaps_exponents(width, spec, blocks)
+        width = {"h": keys or head, "d": head}
+        return tuning.awaits_keys_early(width, spec, blocks)
 
     found = [head for head in (32, 64, 96, 128, 160, 256) if early(head=head)]
     assert found == [96, 128]
     listed = BlockList(*[None] * 5, own=128, visited=128, size=512)
     assert early(head=64, table=listed) and not early(head=32, table=listed)
     assert early(masks=(Window(None, 0), Lengths(DATA, None)))
-    assert not early(stages=1)
+    assert not early(stages=1) and not tuning.may_await_keys_early(Blocks(64, 64, 4, 1))
+    assert not early(keys=64) and not early(keys=256)
     kept, bias = (Named(np.zeros((9, 9), x), ("t", "s")) for x in (bool, np.float32))
     assert not early(masks=(DenseMask(kept),))
     assert not early(score=Score(1.0, (Bias(bias),)))

@@ -5,7 +5,7 @@ Step i of the loop, for keys i and values i - 1, when registers hold p of block 
     products   qk = q k[i]'      issued in this warpgroup's turn (ping-pong)
                acc += p v[i-1]   issued right after it
     softmax    p of block i, from qk, while the second product runs
-    wait       for keys i + 1 (`Plan.overlaps_exponents`)
+    wait       for keys i + 1, or before the next products (`Plan.awaits_keys_early`)
     wait       for the second product; values i - 1 have been read
 
 The first block's scores are made before the loop, and the final block's values meet
@@ -81,6 +81,8 @@ class RowsLoop:
     def products(self, i, before_wait: Callable | None = None) -> jax.Array:
         """Products of the queries and the keys of block i.
 
+        These have come, if the plan awaits keys early.
+
         Args:
           before_wait: issues products that run on after those of queries and keys.
         """
@@ -88,7 +90,7 @@ class RowsLoop:
         ping_pong = self.plan.ping_pong
 
         def issue(qk):
-            if not self.plan.overlaps_exponents:
+            if not self.plan.awaits_keys_early:
                 refs.k.wait(i)
             ping_pong.wait(me)
             # Else addresses of all parts of the queries stay in registers.
@@ -106,8 +108,8 @@ class RowsLoop:
         return qk
 
     def wait_for_next(self, i) -> None:
-        """Waits for the keys after block i, if the plan wants them so early."""
-        if self.plan.overlaps_exponents:
+        """Waits for the keys after block i, if there are any and the plan says so."""
+        if self.plan.awaits_keys_early:
             self.program.refs.k.wait_unless_beyond(i + 1, self.last)
 
     def add_values(self, acc, i, p) -> None:

@@ -249,13 +249,13 @@ class PassesPlan(TilesPlan):
     Attributes:
       storage: what shared memory holds.
       ping_pong: turns of the computing warpgroups.
-      overlaps_exponents: whether all exponents of a block are computed while the
-        product of the values before them runs (`RowsLoop.wait_for_next`).
+      awaits_keys_early: whether a step awaits the next keys before the last product
+        (`RowsLoop.wait_for_next`).
     """
 
     storage: Storage
     ping_pong: PingPong
-    overlaps_exponents: bool
+    awaits_keys_early: bool
 
     registers = REGISTERS
 
@@ -332,7 +332,7 @@ class Plan(PassesPlan):
             tiles,
             storage,
             barriers.ping_pong(storage.consumers),
-            tuning.forward_overlaps_exponents(width, spec, launch.blocks),
+            tuning.awaits_keys_early(width, spec, launch.blocks),
             all_running,
             # Where masks may drop some pairs of any block, all of them would have a
             # running maximum.

@@ -22,7 +22,7 @@ from pallas_kernels.layout import Launch
 from pallas_kernels.mosaic_gpu import measured, shared_memory, support
 from pallas_kernels.mosaic_gpu.barriers import NamedBarriers
 from pallas_kernels.mosaic_gpu.forward_program import schedule, tile_grid
-from pallas_kernels.mosaic_gpu.hopper import forward_plan
+from pallas_kernels.mosaic_gpu.hopper import forward_plan, tuning
 from pallas_kernels.mosaic_gpu.hopper.forward_plan import PassesPlan, unfit_rows
 from pallas_kernels.mosaic_gpu.hopper.fp8_bytes import DTYPE
 from pallas_kernels.mosaic_gpu.hopper.tuning import ROWS
@@ -177,8 +177,8 @@ class Plan(PassesPlan):
         storage = dataclasses.replace(storage, taken_tiles=tiles.taken_tiles)
         consumers = storage.consumers
         ping_pong = NamedBarriers(consumers + 1).ping_pong(consumers)
-        overlaps = launch.blocks.num_stages > 1  # else a deadlock, as in `tuning`
-        own = layout, consumers, DTYPE, tiles, storage, ping_pong, overlaps
+        early = tuning.may_await_keys_early(launch.blocks)
+        own = layout, consumers, DTYPE, tiles, storage, ping_pong, early
         # In an edge a row may have few keys, whose maximum says little of the others.
         return cls(launch, *own, running=int(bool(spec.masks)))
 

@@ -15,7 +15,7 @@ registers hold p and p * ds of block i - 1:
                acc += (p * ds) v[i-1] + p dv[i-1]
     pairs      p of block i, from qk, while the products after it run
                p * ds, from dqk, while those with values run
-    wait       for all; values i - 1 have been read
+    wait       for keys i + 1, then for all products; values i - 1 have been read
 
 Consumers take turns to issue products, as in the forward (`barriers.PingPong`). Of five
 products of the forward's size, those of tangents that are zero are left out.

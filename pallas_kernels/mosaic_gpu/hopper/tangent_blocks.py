@@ -69,7 +69,7 @@ def unfit(blocks: Blocks, call: Call) -> str | None:
     warps = blocks.block_q // 16
     if blocks.num_warps != warps:
         return f"num_warps={blocks.num_warps} is not {warps}, 4 for each warpgroup"
-    if blocks.num_stages < 2:
+    if blocks.num_stages < 2:  # keys are awaited early (`tuning.may_await_keys_early`)
         return f"num_stages={blocks.num_stages} is less than 2"
     layout = cast(memory.TileGrid, _Sizes(call.size))
     known = launch(blocks), layout, blocks.block_q // ROWS, call.dtype

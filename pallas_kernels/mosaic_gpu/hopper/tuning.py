@@ -208,25 +208,35 @@ def overlaps_exponents(width: Mapping[str, int], spec: AttentionSpec) -> bool:
     return pipelines_scores(width) and not (narrow and spec.dropout is not None)
 
 
-def forward_overlaps_exponents(
+def may_await_keys_early(blocks: Blocks) -> bool:
+    """Whether keys may be awaited before the product of the values before them.
+
+    With one stage that would be a deadlock: keys come after values, which have no room
+    until this product has been waited for.
+    """
+    return blocks.num_stages > 1
+
+
+def awaits_keys_early(
     width: Mapping[str, int], spec: AttentionSpec, blocks: Blocks
 ) -> bool:
-    """Whether all exponents of a block are computed while values meet those before.
+    """Whether a step of the forward awaits the next keys before the last product.
 
-    That is 1.00 to 1.06 times as fast where this product, or a mask of lists, takes
-    long. It loses 1 to 8 % beside other heads, and where pairs have operands, a mask of
-    arrays or a table by distance (NVIDIA H200:
-    benchmarks/lab/148-exponents-before-a-wait.md). With one stage it would be a
-    deadlock: the next keys come after values that wait for this product.
+    Then all exponents are computed beside that product. Calls at heads of 96 to 128 ran
+    at 0.97 to 1.06 times their speed so, 1.02 in the mean, and masks of lists at heads
+    of 64 at 1.00 to 1.03. Others gained nothing (heads of 64 and 256, a mask of arrays,
+    a table by distance), or lost up to 9 % (heads of 160 to 224, a bias of pairs)
+    (NVIDIA H200: benchmarks/lab/148-exponents-before-a-wait.md).
 
     Args:
       width: of tiles of heads.
       spec: as the kernel has it, with its table.
     """
-    loads = spec.score.pair_operands or spec.score.reads_distances
-    is_plain = not (loads or spec.has_mask_of_pairs)
     least = 64 if isinstance(spec.table, BlockList) else 96
-    return is_plain and blocks.num_stages > 1 and least <= width["d"] <= 128
+    in_range = all(least <= x <= 128 for x in width.values())
+    score, has_mask = spec.score, spec.has_mask_of_pairs
+    reads_pairs = bool(score.pair_operands) or score.reads_distances or has_mask
+    return may_await_keys_early(blocks) and in_range and not reads_pairs
 
 
 def adder_warps(width: Mapping[str, int]) -> int:
