@@ -78,12 +78,6 @@ MUTANTS = [
             "tests/mosaic_gpu/test_variants.py -k loaded_before",
         ),
         (
-            "no wait for the keys of blocks with a fixed maximum",
-            "larger(top, p), drop(p)\n        self.wait_for_next(i)\n",
-            "larger(top, p), drop(p)\n",
-            "tests/mosaic_gpu/test_interpreted.py -k 'out_of_range and plain-96'",
-        ),
-        (
             "sums of rows stay when the maximum grows",
             "sums = sums * self.plan.along(alpha, support.COLUMNS)",
             "del alpha",

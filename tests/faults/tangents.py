@@ -111,12 +111,6 @@ MUTANTS = [
             HOPPER_RULE,
         ),
         (
-            "no wait for the keys of the next step",
-            "        self.refs.keys.wait_unless_beyond(i + 1, self.last)\n",
-            "",
-            HOPPER_RULE,
-        ),
-        (
             "mu of one block alone",
             "return mu + more, following",
             "return more, following",
