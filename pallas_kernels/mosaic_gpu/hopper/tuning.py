@@ -234,9 +234,10 @@ def awaits_keys_early(
     """
     least = 64 if isinstance(spec.table, BlockList) else 96
     in_range = all(least <= x <= 128 for x in width.values())
-    score, has_mask = spec.score, spec.has_mask_of_pairs
-    reads_pairs = bool(score.pair_operands) or score.reads_distances or has_mask
-    return may_await_keys_early(blocks) and in_range and not reads_pairs
+    score = spec.score
+    reads_pairs = bool(score.pair_operands) or score.reads_distances
+    is_plain = not (reads_pairs or spec.has_mask_of_pairs)
+    return may_await_keys_early(blocks) and in_range and is_plain
 
 
 def adder_warps(width: Mapping[str, int]) -> int:
