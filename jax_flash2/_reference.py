@@ -24,7 +24,7 @@ from pallas_kernels.core.promotion import own_rules
 def attend(problem: Problem, arrays) -> tuple[jax.Array, ...]:
     """What `_vjp.forward` gives; on each device of its own part."""
     operands = list(map(Named, arrays, problem.axes))
-    division = _sharding.explicit_division(operands)
+    division = _sharding.explicit_division(operands, problem.argument)
 
     def part(*arrays):
         return _attend(problem, arrays)

@@ -247,7 +247,7 @@ def test_one_edge(expected, masks, rows, block_q, offset):
     assert forward_plan.have_one_edge(spec, layout) == expected
 
 
-def test_keys_are_awaited_early_where_that_is_faster():
+def test_keys_are_awaited_early_where_that_is_faster(monkeypatch):
     def early(*, head=128, keys=None, stages=2, **more):
         spec = AttentionSpec(**{"score": Score(1.0), "masks": (), **more})
         blocks = Blocks(128, 128, num_warps=8, num_stages=stages)
@@ -263,7 +263,13 @@ def test_keys_are_awaited_early_where_that_is_faster():
     assert not early(keys=64) and not early(keys=256)
     kept, bias = (Named(np.zeros((9, 9), x), ("t", "s")) for x in (bool, np.float32))
     assert not early(masks=(DenseMask(kept),))
-    assert not early(score=Score(1.0, (Bias(bias),)))
+    score = Score(1.0, (Bias(bias),))
+    assert not early(score=score)
+    by_distance = Named(np.zeros(9, np.float32), ("t",))
+    score = Score(1.0, (Bias(by_distance),))
+    assert early(score=score)
+    monkeypatch.setattr(Bias, "zero", lambda *_: 4)
+    assert not early(score=score)
 
 
 def test_windows_of_all_rows_lie_side_by_side():

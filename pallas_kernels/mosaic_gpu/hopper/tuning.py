@@ -226,7 +226,7 @@ def awaits_keys_early(
     at 0.97 to 1.06 times their speed so, 1.02 in the mean, and masks of lists at heads
     of 64 at 1.00 to 1.03. Others gained nothing (heads of 64 and 256, a mask of arrays,
     a table by distance), or lost up to 9 % (heads of 160 to 224, a bias of pairs)
-    (NVIDIA H200: benchmarks/lab/148-exponents-before-a-wait.md).
+    (NVIDIA H200, 2026-11-30: benchmarks/lab/148-exponents-before-a-wait.md).
 
     Args:
       width: of tiles of heads.
