@@ -1,4 +1,4 @@
-"""Arrays as callers have them: wrapped, weakly typed, integers of 64 bits."""
+"""Arrays as callers have them: wrapped, weakly typed, of 64 bits; and their names."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_flash2 import attention, explain, flax_attention, merge
+from jax_flash2 import _api, attention, explain, flax_attention, merge
 from tests.cases import BACKENDS, ON_GPU
 from tests.tiers import MAINLY_XLA, deeply
 
@@ -241,3 +241,23 @@ def test_wide_numbers_of_numpy_are_clipped():
         for kind in (np.asarray, np.int64, int):
             same({"query_offset": kind(wide)}, {"query_offset": np.int32(narrow)})
     same({"query_offset": np.uint64(2**63)}, {"query_offset": np.int32(T)})
+
+
+def test_operands_have_the_names_of_their_arguments():
+    q, ids = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8), jnp.int32)
+    of_entries = {
+        "query_seq_lengths": ids[:, 0],
+        "key_value_seq_lengths": ids[:, 0],
+        "key_value_seq_starts": ids[:, 0],
+        "query_offset": ids[:, 0],
+    }
+    per_head = {"alibi_slopes": jnp.ones(4), "sinks": jnp.ones(4)}
+    pairs = {"bias": jnp.ones((2, 4, 8, 8)), "mask": jnp.ones((8, 8), bool)}
+    dropout = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    arguments = {"scale": jnp.float32(2), **of_entries, **per_head, **pairs, **dropout}
+    ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    call = _api.given(q, q, q, **arguments, **ids, is_causal=True).checked()
+    found = {call.argument(i) for i in range(len(call.operands))}
+    captured = " (or what mask_mod captures)"
+    expected = {"query", "key", "value", *arguments, *(x + captured for x in ids)}
+    assert found == expected - {"dropout_rate"}

@@ -109,26 +109,6 @@ def test_explain_refuses_shardings_that_attention_refuses():
             explain(x, x, x)
 
 
-def test_operands_have_the_names_of_their_arguments():
-    q, ids = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8), jnp.int32)
-    of_entries = {
-        "query_seq_lengths": ids[:, 0],
-        "key_value_seq_lengths": ids[:, 0],
-        "key_value_seq_starts": ids[:, 0],
-        "query_offset": ids[:, 0],
-    }
-    per_head = {"alibi_slopes": jnp.ones(4), "sinks": jnp.ones(4)}
-    pairs = {"bias": jnp.ones((2, 4, 8, 8)), "mask": jnp.ones((8, 8), bool)}
-    dropout = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-    arguments = {"scale": jnp.float32(2), **of_entries, **per_head, **pairs, **dropout}
-    ids = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    call = _api.given(q, q, q, **arguments, **ids, is_causal=True).checked()
-    found = {call.argument(i) for i in range(len(call.operands))}
-    captured = " (or what mask_mod captures)"
-    expected = {"query", "key", "value", *arguments, *(x + captured for x in ids)}
-    assert found == expected - {"dropout_rate"}
-
-
 def test_types_name_every_keyword():
     """The overloads of `attention` and its `Arguments` have its keywords and types."""
     types = dict(inspect.get_annotations(attention))
