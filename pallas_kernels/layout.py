@@ -145,6 +145,10 @@ class View(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} holds no tables")
 
+    def level(self, index: tuple) -> tuple[jax.Array, jax.Array]:
+        """As `Table.level`; the index is that of `gather`, with `Distances`."""
+        raise NotImplementedError(f"{type(self).__name__} does not compare elements")
+
     def _pieces(self, where: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Where each piece of an axis in pieces lies, or None without any."""
         for name in self.axes:
@@ -224,6 +228,9 @@ class Elements(Table):
 
     def at(self, places: jax.Array | Distances) -> jax.Array:
         return self.view.gather(self._index(places))
+
+    def level(self, places: Distances) -> tuple[jax.Array, jax.Array]:
+        return self.view.level(self._index(places))
 
 
 def load_tree(tree, order: tuple[str, ...], where: Mapping[str, Any]):

@@ -267,14 +267,21 @@ def pairs(
     order: tuple[str, str],
     masked: Any,
     launch: Launch,
+    *,
+    tables: bool = True,
 ) -> Pairs:
-    """The block of pairs at `where`, with the fields that it needs loaded."""
+    """The block of pairs at `where`, with the fields that it needs loaded.
+
+    Args:
+      tables: whether what is read at distances is among these.
+    """
     if masked is False:
         spec = spec.only_positions()
     spec = load_tree(dataclasses.replace(spec, keys=None), order, where)
     rows = {name: (where[name].start, where[name].size) for name in order}
     options = launch.precision, launch.arithmetic
-    return Pairs(spec.of_block(rows), rows, order, masked, *options).with_tables()
+    found = Pairs(spec.of_block(rows), rows, order, masked, *options)
+    return found.with_tables() if tables else found
 
 
 def with_end(spec: AttentionSpec, layout: Layout) -> AttentionSpec:

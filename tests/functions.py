@@ -61,6 +61,42 @@ class Learnt:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
+class Relative:
+    """s' = s + table[h, q - kv], whose ends stand for all distances beyond them.
+
+    Attributes:
+      table: [N, 2 far + 1], distance 0 in the middle; has a gradient.
+    """
+
+    table: Any
+
+    def _places(self, distance):
+        far = self.table.shape[-1] // 2
+        return distance.clip(-far, far) + far
+
+    def __call__(self, score, b, h, q, kv):
+        return score + self.table[h, self._places(q - kv)]
+
+    def in_numpy(self, s: np.ndarray, position: np.ndarray):
+        """As `Learnt.in_numpy`."""
+        table = np.asarray(self.table).astype(s.dtype)
+        heads = np.arange(s.shape[-3])[:, None, None]
+        found = table[heads, self._places(position - np.arange(s.shape[-1]))]
+        of = {"score_mod_table": np.ones((), s.dtype)}
+        return s + found, 1.0, of
+
+    def summed(self, name: str, x: np.ndarray) -> np.ndarray:
+        """As `Learnt.summed`, with as many positions as rows."""
+        del name
+        rows, keys = map(np.arange, x.shape[-2:])
+        places = self._places(rows[:, None] - keys).ravel()
+        x = x.reshape(-1, x.shape[-3], rows.size * keys.size).sum(0)
+        size = self.table.shape[-1]
+        return np.stack([np.bincount(places, of_head, size) for of_head in x])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
     """Keeps a pair where keys[b, kv] <= rows[b, q].
 
@@ -90,7 +126,7 @@ class Kept:
 
 def is_data(x: Any) -> bool:
     """Whether an argument is an array, or one of these functions of arrays."""
-    return isinstance(x, np.ndarray | jax.Array | Learnt | Kept)
+    return isinstance(x, np.ndarray | jax.Array | Learnt | Relative | Kept)
 
 
 def learnt(rng, case: Case) -> dict:

@@ -34,7 +34,7 @@ from pallas_kernels import device
 from pallas_kernels.backend import Declined
 from pallas_kernels.core.axes import Named, batch_axes
 from pallas_kernels.core.pointwise import tables
-from pallas_kernels.mosaic_gpu import hopper, pairwise, support
+from pallas_kernels.mosaic_gpu import gather, hopper, pairwise, support
 from pallas_kernels.mosaic_gpu.ampere import products
 from pallas_kernels.mosaic_gpu.hopper import ddistance, fp8_bytes
 from pallas_kernels.mosaic_gpu.tile_scheduler import DynamicTiles
@@ -88,8 +88,13 @@ def _load_words(ref, shape, *, transposed: bool):
     return ((words >> places) & 1).reshape(shape).astype(jnp.uint32)
 
 
-def _gather(ref, places):
+def _elements(ref, places):
     return plgpu.load(ref)[places]
+
+
+def _are_equal(ref) -> jax.Array:
+    numbers = plgpu.load(ref)
+    return jnp.int32(jnp.all(numbers == numbers[0]))
 
 
 def _diagonals(ref, shape, *, transposed: bool):
@@ -331,8 +336,9 @@ def install(monkeypatch, *, races: bool = False, capability: int = 90) -> None:
     put(pairwise, "store", _store)
     put(ddistance, "store_sums", _store_sums)
     put(ddistance, "store_zeros", _store_zeros)
-    put(pairwise, "gather", _gather)
-    put(pairwise, "diagonals", _diagonals)
+    put(gather, "elements", _elements)
+    put(gather, "diagonals", _diagonals)
+    put(gather, "are_equal", _are_equal)
     put(products, "multiply", _multiply)
     put(products, "as_left", lambda x: x)
     put(plgpu, "copy_gmem_to_smem", _copy_at_once(plgpu.copy_gmem_to_smem))

@@ -41,6 +41,8 @@ class Pairs:
       precision: of float32 products.
       arithmetic: the backend's.
       is_differentiated: whether JAX differentiates the scores, not this library.
+      level: whether the terms of the score add one number to all pairs of the block,
+        and that number (`Score.level`); None where nobody has looked.
     """
 
     spec: AttentionSpec
@@ -50,6 +52,7 @@ class Pairs:
     precision: Any = None
     arithmetic: Arithmetic = PLAIN
     is_differentiated: bool = False
+    level: tuple[Any, Any] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,9 +103,10 @@ class Pairs:
             rows = self.spec.query_numbers(self._numbers("t"))
             return queries.at(rows) - keys.at(self._numbers("s"))
 
-        follow = self.spec.repeat == 1 and queries.stripe is keys.stripe is None
         t, s = self.rows["t"][0], self.rows["s"][0]
-        first = jnp.int32(queries.at(t) - keys.at(s)) if follow else None
+        first = None
+        if self.spec.rows_follow:
+            first = jnp.int32(queries.at(t) - keys.at(s))
         return Distances(first, numbers, self.order)
 
     def _setting(self, is_separable: bool = False) -> Setting:
@@ -155,6 +159,28 @@ class Pairs:
             return scores._replace(x=self._with_mask(scores.x))
         x = lax.cond(self.masked, self._with_mask, lambda x: x, scores.x)
         return scores._replace(x=x)
+
+    def probabilities(self, qk: jax.Array, dtype, shift: jax.Array) -> jax.Array:
+        """exp(scores) / 2**shift, of products as for `scores_of`.
+
+        If the block is known to be `level`, its number moves the shift, and no table is
+        read.
+        """
+
+        def of_pairs(qk: jax.Array) -> jax.Array:
+            scores = self.scores_of(qk, dtype)
+            return flash2.probabilities(scores, shift, self.arithmetic)
+
+        if self.level is None:
+            return of_pairs(qk)
+        is_level, number = self.level
+
+        def of_level(qk: jax.Array) -> jax.Array:
+            scores = self.spec.score.product.apply(qk, self._setting())
+            moved = shift - number * flash2.LOG2_E
+            return flash2.probabilities(scores, moved, self.arithmetic)
+
+        return lax.cond(is_level, of_level, of_pairs, qk)
 
     @property
     def _kept(self) -> list[jax.Array]:

@@ -177,6 +177,12 @@ class AttentionSpec:
         return any(x.traits.maximum_may_grow for x in terms) and not self.is_causal
 
     @property
+    def rows_follow(self) -> bool:
+        """Whether rows of a block have numbers that follow one another."""
+        stripes = self.query_rows.stripe, self.key_rows.stripe
+        return self.repeat == 1 and stripes == (None, None)
+
+    @property
     def has_all_rows(self) -> bool:
         """Whether all rows are here: they have no first number, stripes or offset."""
         rows = self.query_rows, self.key_rows

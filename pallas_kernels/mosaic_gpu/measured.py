@@ -63,6 +63,7 @@ class Numbers:
 
     Attributes:
       many_keys: keys for a query from which blocks of "many keys" are the faster ones.
+      many_level_keys: the same where blocks may be level (`hopper.tuning.finds_level`).
       fewest_query_rows: query rows of a call, at least.
       fewest_tiles: work tiles of a call for each multiprocessor, at least.
       fewest_rows_beside_pages: query rows of a head of keys, from which on keys are
@@ -103,6 +104,7 @@ class Numbers:
     """
 
     many_keys: int
+    many_level_keys: int
     fewest_query_rows: int
     fewest_tiles: float
     fewest_rows_beside_pages: int

@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, division, layout
-from pallas_kernels.core.axes import Named, is_numbered
-from pallas_kernels.core.pointwise.tables import Distances
+from pallas_kernels.core.axes import Named
 from pallas_kernels.layout import Rows
-from pallas_kernels.mosaic_gpu import measured, pairwise, support
+from pallas_kernels.mosaic_gpu import gather, measured, pairwise, support
 from pallas_kernels.mosaic_gpu.tile_scheduler import heads_per_wave
 
 _HEADS = ("h", "d")
@@ -109,23 +108,12 @@ class View(layout.View):
 
     def gather(self, index: tuple) -> jax.Array:
         """Of an array of booleans, whether they are True."""
-        axis = next(i for i, name in enumerate(self.axes) if is_numbered(name))
-        places = index[axis]
-
-        def part(x):
-            return self.ref.at[(*index[:axis], x, *index[axis + 1 :])]
-
-        if not isinstance(places, Distances):
-            found = pairwise.gather(part(slice(None)), places)
-        elif places.first is None:
-            found = pairwise.gather(part(slice(None)), places.numbers())
-        else:
-            transposed = places.order == ("s", "t")
-            shape = self.block[places.order[0]], self.block[places.order[1]]
-            start = places.first - (self.block["s"] - 1)
-            own = part(pl.ds(start, sum(shape) - 1))
-            found = pairwise.diagonals(own, shape, transposed=transposed)
+        found = gather.read(self.ref, index, self.block)
         return found != 0 if self.boolean else found
+
+    def level(self, index: tuple) -> tuple[jax.Array, jax.Array]:
+        is_level, number = gather.level(self.ref, index, self.block)
+        return is_level, number != 0 if self.boolean else number
 
     def _load_pairs(self, order, where, shape: tuple[int, int]) -> jax.Array:
         transposed = order == ("s", "t")

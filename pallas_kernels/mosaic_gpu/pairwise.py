@@ -3,14 +3,13 @@
 They lie in global memory, and threads load what belongs to their own pairs of a block,
 straight into the places of results of products: of a bias two neighbours at once, or
 one of a transposed block, of a mask 16 bits at once, for those of its pairs that lie in
-64 columns of a row of the block. XLA puts these bits together before the kernel. Of a
-table they load the element at the place that each pair has.
+64 columns of a row of the block. XLA puts these bits together before the kernel.
+Tables are read by `gather`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -31,10 +30,10 @@ from pallas_kernels.mosaic_gpu import support
 # A row of a result of products is dealt to four threads, two neighbours each in turn.
 # So of 64 columns a thread has 16, whose bits of a mask are one word.
 WORDS, COLUMNS = 4, 64
-_EIGHTS, _NEIGHBOURS = 8, 2
-BITS = _EIGHTS * _NEIGHBOURS
+_EIGHTS, NEIGHBOURS = 8, 2
+BITS = _EIGHTS * NEIGHBOURS
 FULL = 0xFFFF  # a word whose pairs are all kept
-_LAYOUT = plgpu.Layout.WGMMA
+LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Packed(Named):
         pad = [(0, 0)] * len(x.axes)
         pad[axis] = (0, -size % COLUMNS)
         bits = jnp.pad(x.value, pad)
-        bits = bits.reshape(*before, -1, _EIGHTS, WORDS, _NEIGHBOURS, *after)
+        bits = bits.reshape(*before, -1, _EIGHTS, WORDS, NEIGHBOURS, *after)
         summed = axis + 1, axis + 3
         bits = bits.astype(jnp.uint16) << _places(bits.ndim, summed)
         words = jnp.sum(bits, summed, dtype=jnp.uint16)
@@ -147,7 +146,7 @@ def in_words(spec: AttentionSpec, columns: str) -> AttentionSpec:
 
 def _places(ndim: int, axes: tuple[int, int]) -> jax.Array:
     """Bits of a word, along two of so many axes: of eight columns, two neighbours."""
-    places = jnp.arange(BITS, dtype=jnp.uint16).reshape(_EIGHTS, _NEIGHBOURS)
+    places = jnp.arange(BITS, dtype=jnp.uint16).reshape(_EIGHTS, NEIGHBOURS)
     return jnp.expand_dims(places, [i for i in range(ndim) if i not in axes])
 
 
@@ -165,20 +164,20 @@ def load(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
     def of_place(pointer, row, column, strides, kind):
         rows, columns = reversed(strides) if transposed else strides
-        first = _sum(_product(row, rows), _product(column, columns))
+        first = sum_of(_product(row, rows), _product(column, columns))
         here = utils.getelementptr(pointer, [first], kind)
         pair = ir.VectorType.get((2,), kind)
 
         def register(i, j):
             places = [8 * i * rows + (8 * j + e) * columns for e in (0, 1)]
-            at = [utils.getelementptr(here, [_i32(n)], kind) for n in places]
+            at = [utils.getelementptr(here, [i32(n)], kind) for n in places]
             if not transposed:
                 return llvm.load(pair, at[0])
             return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
 
         return register
 
-    return _loaded(ref, shape, ref.dtype, of_place)
+    return loaded(ref, shape, ref.dtype, of_place)
 
 
 def fetch(ref, shape: tuple[int, int]) -> jax.Array:
@@ -193,21 +192,21 @@ def fetch(ref, shape: tuple[int, int]) -> jax.Array:
 
     def of_place(pointer, row, column, strides, kind):
         queries, keys = strides
-        within = arith.andi(row, _i32(_EIGHTS - 1))  # 8 rows: here they are queries
-        key = _sum(arith.subi(row, within), column)
-        first = _sum(_product(within, queries), _product(key, keys))
+        within = arith.andi(row, i32(_EIGHTS - 1))  # 8 rows: here they are queries
+        key = sum_of(arith.subi(row, within), column)
+        first = sum_of(_product(within, queries), _product(key, keys))
         here = utils.getelementptr(pointer, [first], kind)
         word = ir.IntegerType.get_signless(32)
         both = ir.VectorType.get((2,), word)
 
         def register(i, j):
             places = [8 * i * keys + 8 * (2 * j + e) * queries for e in (0, 1)]
-            at = [utils.getelementptr(here, [_i32(n)], kind) for n in places]
+            at = [utils.getelementptr(here, [i32(n)], kind) for n in places]
             return vector.from_elements(both, [llvm.load(word, x) for x in at])
 
         return register
 
-    return _loaded(ref, (shape[0], shape[1] // 2), jnp.uint32, of_place)
+    return loaded(ref, (shape[0], shape[1] // 2), jnp.uint32, of_place)
 
 
 def turned(words: jax.Array, dtype) -> jax.Array:
@@ -215,8 +214,8 @@ def turned(words: jax.Array, dtype) -> jax.Array:
     keys, half = words.shape
 
     @support.inline_mgpu(
-        arg_types=(_LAYOUT,),
-        return_type=plgpu.ShapeDtypeStruct((keys, 2 * half), dtype, layout=_LAYOUT),
+        arg_types=(LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((keys, 2 * half), dtype, layout=LAYOUT),
     )
     def turn(_, words):
         kind = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
@@ -245,93 +244,25 @@ def load_words(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
 
     def of_place(pointer, row, column, strides, word):
         rows, words = reversed(strides) if transposed else strides
-        own = _product(arith.shrui(column, _i32(1)), words)
-        here = utils.getelementptr(pointer, [_sum(_product(row, rows), own)], word)
+        own = _product(arith.shrui(column, i32(1)), words)
+        here = utils.getelementptr(pointer, [sum_of(_product(row, rows), own)], word)
 
         def load_word(i, n):
-            place = _i32(8 * i * rows + n * WORDS * words)
+            place = i32(8 * i * rows + n * WORDS * words)
             loaded = llvm.load(word, utils.getelementptr(here, [place], word))
             return arith.extui(ir.IntegerType.get_signless(32), loaded)
 
         of_rows = [
             [load_word(i, n) for n in range(shape[1] // COLUMNS)] for i in range(2)
         ]
-        pair = ir.VectorType.get((_NEIGHBOURS,), ir.IntegerType.get_signless(32))
+        pair = ir.VectorType.get((NEIGHBOURS,), ir.IntegerType.get_signless(32))
 
         def register(i, j):
-            return vector.from_elements(pair, [of_rows[i][j // _EIGHTS]] * _NEIGHBOURS)
+            return vector.from_elements(pair, [of_rows[i][j // _EIGHTS]] * NEIGHBOURS)
 
         return register
 
-    return _loaded(ref, shape, jnp.uint32, of_place)
-
-
-def gather(ref, places: jax.Array) -> jax.Array:
-    """Elements of a vector in global memory at int32 places, for a block of pairs."""
-
-    @support.inline_mgpu(
-        arg_types=(plgpu.RefType(), _LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout=_LAYOUT),
-    )
-    def make(_, ref, places):
-        kind, pointer = ir.MemRefType(ref.type).element_type, support.pointer(ref)
-        pair = ir.VectorType.get((_NEIGHBOURS,), kind)
-
-        def element(register: ir.Value, e: int) -> ir.Value:
-            place = vector.extract(register, [], [e])
-            return llvm.load(kind, utils.getelementptr(pointer, [place], kind))
-
-        registers = np.empty_like(places.registers)
-        for n, register in enumerate(places.registers.flat):
-            found = [element(register, e) for e in range(_NEIGHBOURS)]
-            registers.flat[n] = vector.from_elements(pair, found)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=places.layout, _is_signed=_signed(dtype)
-        )
-
-    dtype = ref.dtype
-    return make(ref, places)
-
-
-def diagonals(ref, shape: tuple[int, int], *, transposed: bool) -> jax.Array:
-    """A block with one element for each of its diagonals.
-
-    Of the elements of a thread every second lies on a diagonal that it has met: 8 rows
-    and 8 columns further.
-
-    Args:
-      ref: the elements in global memory, that of the first query and the last key
-        first.
-      shape: of the block.
-      transposed: whether it is [keys, queries].
-    """
-    last = shape[0 if transposed else 1] - 1
-
-    def of_place(pointer, row, column, strides, kind):
-        del strides
-        distance = arith.subi(column, row) if transposed else arith.subi(row, column)
-        here = utils.getelementptr(pointer, [_sum(distance, _i32(last))], kind)
-        pair = ir.VectorType.get((_NEIGHBOURS,), kind)
-
-        @functools.cache
-        def of_diagonal(n: int) -> ir.Value:
-            places = diagonals_of_thread(n, transposed=transposed)
-            at = [utils.getelementptr(here, [_i32(x)], kind) for x in places]
-            return vector.from_elements(pair, [llvm.load(kind, x) for x in at])
-
-        return lambda i, j: of_diagonal(i - j)
-
-    return _loaded(ref, shape, ref.dtype, of_place)
-
-
-def diagonals_of_thread(n: int, *, transposed: bool) -> list[int]:
-    """How far from the diagonal of a thread's first element two neighbours lie.
-
-    Args:
-      n: how many times 8 rows, less 8 columns, they are away from it.
-    """
-    places = [8 * n - e for e in range(_NEIGHBOURS)]
-    return [-x for x in places] if transposed else places
+    return loaded(ref, shape, jnp.uint32, of_place)
 
 
 def store(ref, x: jax.Array, *, first: int = 0) -> None:
@@ -343,7 +274,7 @@ def store(ref, x: jax.Array, *, first: int = 0) -> None:
     """
     columns = slice(first, first + ref.shape[-1])
 
-    @support.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
+    @support.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def write(_, ref, x):
         x[:, columns].store_untiled(ref, optimized=False)
 
@@ -361,17 +292,17 @@ def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
         return jnp.where(kept, x, jnp.broadcast_to(support.minus_infinity(), x.shape))
 
     @support.inline_mgpu(
-        arg_types=(_LAYOUT, _LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_LAYOUT),
+        arg_types=(LAYOUT, LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LAYOUT),
     )
     def choose(_, x, words):
         registers = np.empty_like(x.registers)
         count = registers.size
         for n in (*range(0, count, 2), *range(1, count, 2)):  # a row, then the other
             both = x.registers.flat[n], words.registers.flat[n]
-            first = n // 2 % _EIGHTS * _NEIGHBOURS
+            first = n // 2 % _EIGHTS * NEIGHBOURS
             found = []
-            for e in range(_NEIGHBOURS):
+            for e in range(NEIGHBOURS):
                 one, word = (vector.extract(of, [], [e]) for of in both)
                 found.append(_where_bit(one, word, first + e))
             registers.flat[n] = vector.from_elements(both[0].type, found)
@@ -382,7 +313,7 @@ def masked(x: jax.Array, kept: jax.Array) -> jax.Array:
     return choose(x, kept)
 
 
-def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
+def loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
     """A block whose registers a function makes.
 
     Args:
@@ -393,8 +324,8 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
     """
 
     @support.inline_mgpu(
-        arg_types=(plgpu.RefType(), _LAYOUT.reduce(1), _LAYOUT.reduce(0)),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_LAYOUT),
+        arg_types=(plgpu.RefType(), LAYOUT.reduce(1), LAYOUT.reduce(0)),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=LAYOUT),
     )
     def make(_, ref, rows, columns):
         kind = ir.MemRefType(ref.type)
@@ -404,18 +335,18 @@ def _loaded(ref, shape, dtype, of_place: Callable) -> jax.Array:
         )
         pointer = support.pointer(ref)
         register = of_place(pointer, row, column, strides, kind.element_type)
-        layout = _LAYOUT.to_mgpu()
+        layout = LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)
         for n in range(registers.size):
             registers.flat[n] = register(n % 2, n // 2)
         return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=_signed(dtype)
+            _registers=registers, _layout=layout, _is_signed=is_signed(dtype)
         )
 
     return make(ref, *(support.numbers_along(axis, shape[axis]) for axis in (0, 1)))
 
 
-def _signed(dtype) -> bool | None:
+def is_signed(dtype) -> bool | None:
     if not jnp.issubdtype(dtype, jnp.integer):
         return None
     return bool(jnp.issubdtype(dtype, jnp.signedinteger))
@@ -430,14 +361,14 @@ def _where_bit(x: ir.Value, word: ir.Value, place: int) -> ir.Value:
     return llvm.inline_asm(ir.F32Type.get(), [x, word], text, "=f,f,r")
 
 
-def _i32(number: int) -> ir.Value:
+def i32(number: int) -> ir.Value:
     kind = ir.IntegerType.get_signless(32)
     return arith.constant(kind, ir.IntegerAttr.get(kind, number))
 
 
 def _product(a: ir.Value, b: int) -> ir.Value:
-    return arith.muli(a, _i32(b))
+    return arith.muli(a, i32(b))
 
 
-def _sum(a: ir.Value, b: ir.Value) -> ir.Value:
+def sum_of(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.addi(a, b)

@@ -111,15 +111,19 @@ class Plan:
         """
         return {"t": self.rows, "s": self.block_kv}
 
-    def pairs(self, spec: AttentionSpec, where: Where, masked) -> Pairs:
+    def pairs(
+        self, spec: AttentionSpec, where: Where, masked, *, tables: bool = True
+    ) -> Pairs:
         """The block of pairs at `where`.
 
         Args:
           spec: with what does not vary inside the loop loaded.
           masked: whether some of them may be masked.
+          tables: whether to load what is read at distances now.
         """
         rows, columns = self.pair_block
-        return pairs_of_block(spec, where, (rows, columns), masked, self.launch)
+        order = rows, columns
+        return pairs_of_block(spec, where, order, masked, self.launch, tables=tables)
 
     def along(self, x: jax.Array, columns: int) -> jax.Array:
         """A number of each of a consumer's rows, repeated in so many columns."""

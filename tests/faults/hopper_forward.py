@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.faults import level
 from tests.faults.kernels import of
 from tests.faults.mosaic_gpu import DROPPED, PADDING
 
 MUTANTS = [
+    *level.MUTANTS,
     *of(
         "pallas_kernels/mosaic_gpu/hopper/forward.py",
         (

@@ -151,11 +151,11 @@ MUTANTS = [
         ),
     ),
     *of(
-        "pallas_kernels/mosaic_gpu/pairwise.py",
+        "pallas_kernels/mosaic_gpu/gather.py",
         (
             "neighbours of a diagonal in the other order",
-            "places = [8 * n - e for e in range(_NEIGHBOURS)]",
-            "places = [8 * n + e for e in range(_NEIGHBOURS)]",
+            "places = [8 * n - e for e in range(NEIGHBOURS)]",
+            "places = [8 * n + e for e in range(NEIGHBOURS)]",
             "tests/mosaic_gpu/test_dealt.py -k diagonals",
         ),
     ),

@@ -15,7 +15,7 @@ from pallas_kernels.core.masks import DenseMask, Tiling
 from pallas_kernels.core.positions import Numbering, Positions
 from pallas_kernels.core.scores import Score
 from pallas_kernels.core.spec import AttentionSpec
-from pallas_kernels.mosaic_gpu import dropout, pairwise
+from pallas_kernels.mosaic_gpu import dropout, gather, pairwise
 from tests.mosaic_gpu.test_visits import evaluated
 from tests.tiers import deeply
 
@@ -150,5 +150,5 @@ def test_diagonals_of_threads(transposed):
     rows, columns = np.indices((64, 128))
     found = dealt(columns - rows if transposed else rows - columns, PRODUCT)
     for n in range(found.shape[1]):
-        own = pairwise.diagonals_of_thread(n % 2 - n // 2, transposed=transposed)
+        own = gather.diagonals_of_thread(n % 2 - n // 2, transposed=transposed)
         np.testing.assert_array_equal(found[:, n], found[:, 0, :1] + np.array(own))

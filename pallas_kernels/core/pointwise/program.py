@@ -191,17 +191,20 @@ class Program:
         params = self.reads[number].params
         return params[1] if len(params) > 1 else None
 
-    def depends(self, reads: Sequence[frozenset[str]] = ()) -> list[frozenset[str]]:
+    def depends(
+        self, reads: Sequence[frozenset[str]] = (), *, by_index: bool = True
+    ) -> list[frozenset[str]]:
         """The names of the inputs on which each output depends.
 
         Args:
           reads: on what the captured arrays depend, beside indices of reads.
+          by_index: whether what is read depends on what its indices do.
         """
         nothing: frozenset[str] = frozenset()
 
         def read(step: Step, index: list):
             own = reads[step.params[0]] if reads else nothing
-            return functools.reduce(operator.or_, index, own)
+            return functools.reduce(operator.or_, index if by_index else [], own)
 
         def rule(_, args: list):
             return functools.reduce(operator.or_, args, nothing)

@@ -56,6 +56,10 @@ class Table(abc.ABC):
     def at(self, places: jax.Array | Distances) -> jax.Array:
         """The elements of its whole axis at int32 places, which it has."""
 
+    def level(self, places: Distances) -> tuple[jax.Array, jax.Array]:
+        """Whether all pairs of a block read equal elements, and one of these."""
+        raise NotImplementedError(f"{type(self).__name__} does not compare elements")
+
 
 @dataclasses.dataclass(frozen=True)
 class Taken(Table):

@@ -185,6 +185,21 @@ class Term(abc.ABC):
         del distances
         return self
 
+    @property
+    def may_be_level(self) -> bool:
+        """Whether it adds what may be one number for all pairs of a block (`level`).
+
+        Asked of whole operands, `Named`.
+        """
+        return False
+
+    def level(self, distances: Callable[[], Distances]) -> tuple[jax.Array, jax.Array]:
+        """Whether it adds one number to all pairs of a block, and that number.
+
+        Asked of terms that `may_be_level`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it adds")
+
     def zero(self, name: str) -> int | None:
         """The place of distance 0 of an operand that is read at distances; or None."""
         del name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.core.flash2 import Scores
 from pallas_kernels.core.pointwise import DISTANCE, SCORE, Program, float_reads
+from pallas_kernels.core.pointwise.program import made_by, only_live
 from pallas_kernels.core.pointwise.tables import Distances, Taken, take
 from pallas_kernels.core.scores.base import Setting, Term, TermTraits, term_dataclass
 
@@ -49,8 +51,14 @@ class ScoreMod(Term):
             keeps_lowest=False,
             is_additive=False,
             is_heavy=True,
-            maximum_may_grow=True,
+            maximum_may_grow=self._counts_positions,
         )
+
+    @functools.cached_property
+    def _counts_positions(self) -> bool:
+        """Whether positions decide the value, and not only what is read."""
+        (names,) = self.program.depends(by_index=False)
+        return not names.isdisjoint(("q", "kv"))
 
     @functools.cached_property
     def _is_positional(self) -> bool:
@@ -158,6 +166,36 @@ class ScoreMod(Term):
             if zero is not None:
                 arrays[i] = Taken(take(x, found.plus(zero)))
         return dataclasses.replace(self, arrays=tuple(arrays))
+
+    @functools.cached_property
+    def _addend(self) -> Program | None:
+        """Of s + g, the program of g if it does not ask for s; else None."""
+        step = made_by(self.program, self.program.outputs[0], "add")
+        if step is None or 0 not in step.args:
+            return None
+        other = step.args[1 - step.args.index(0)]
+        found = only_live(self.program, (other,))
+        return None if found.asks(SCORE) else found
+
+    @property
+    def may_be_level(self) -> bool:
+        if self._addend is None:
+            return False
+        (names,) = self._addend.depends([frozenset(x.axes) for x in self.arrays])
+        return DISTANCE in names and not names & {"q", "kv", "t", "s"}
+
+    def level(self, distances):
+        assert self._addend is not None
+        place, arrays, flags = distances(), list(self.arrays), []
+        for i, x in enumerate(arrays):
+            zero = self.program.zero(i)
+            if zero is not None:
+                flag, number = x.level(place.plus(zero))
+                flags.append(flag)
+                arrays[i] = Taken(number)
+        inputs = [None, self.entry, self.head, None, None, place]
+        (found,) = self._addend.on_blocks(inputs, arrays)
+        return functools.reduce(operator.and_, flags), found
 
     def zero(self, name: str) -> int | None:
         return self.program.zero(self._number(name))

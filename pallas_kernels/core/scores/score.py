@@ -9,6 +9,8 @@ Masks come after. Fields hold scalars, blocks or whole arrays (`spec.AttentionSp
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -63,6 +65,22 @@ class Score:
         """With what terms read at the distances of a block loaded."""
         terms = tuple(term.at(distances) for term in self.terms)
         return dataclasses.replace(self, terms=terms)
+
+    @property
+    def may_be_level(self) -> bool:
+        """As `Term.may_be_level`, of all terms."""
+        return bool(self.terms) and all(term.may_be_level for term in self.terms)
+
+    def level(self, distances: Callable[[], Distances]) -> tuple[jax.Array, jax.Array]:
+        """As `Term.level`, of all terms."""
+        flags, numbers = zip(*(x.level(distances) for x in self.terms), strict=True)
+        is_level = functools.reduce(operator.and_, flags)
+        return is_level, functools.reduce(operator.add, numbers)
+
+    @property
+    def product(self) -> Score:
+        """The score without its terms."""
+        return dataclasses.replace(self, terms=())
 
     @property
     def reads_distances(self) -> bool:

@@ -86,6 +86,12 @@ class RowsLoop:
         Args:
           before_wait: issues products that run on after those of queries and keys.
         """
+        return self.products_beside(i, before_wait, lambda: None)[0]
+
+    def products_beside(
+        self, i, before_wait: Callable | None, find: Callable
+    ) -> tuple[jax.Array, Any]:
+        """The same, and what is found before these products are waited for."""
         refs, me = self.program.refs, self.program.warpgroup
         ping_pong = self.plan.ping_pong
 
@@ -99,13 +105,14 @@ class RowsLoop:
             if before_wait is not None:
                 before_wait()
             ping_pong.pass_on(me)
+            found = find()
             wait_n = 0 if before_wait is None else 1
-            return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n)
+            return plgpu.wgmma_accumulator_load(qk, wait_n=wait_n), found
 
-        shape = ROWS, self.plan.block_kv
-        qk = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        accumulator = (ROWS, self.plan.block_kv), jnp.float32
+        found = pl.run_scoped(issue, plgpu.WGMMAAccumulatorRef(*accumulator))
         refs.k.release(i)
-        return qk
+        return found
 
     def wait_for_next(self, i) -> None:
         """Waits for the keys after block i, if there are any and the plan says so."""
@@ -206,10 +213,10 @@ class KeyLoop(RowsLoop):
         """
         i = support.opaque(i)
         sums, p, top = state
-        scores, drop = self._scores(masked, i, lambda: self.add_values(acc, i - 1, p))
+        qk, pairs = self._products(masked, i, lambda: self.add_values(acc, i - 1, p))
         shift = self.plan.along(shift, self.plan.block_kv)
-        p = flash2.probabilities(scores, shift, self.plan.arithmetic)
-        sums, top, p = support.sums_of_rows(p, sums), larger(top, p), drop(p)
+        p = pairs.probabilities(qk, self.program.q.dtype, shift)
+        sums, top, p = support.sums_of_rows(p, sums), larger(top, p), pairs.drop(p)
         self.wait_for_next(i)
         self.finish_values(i - 1)
         return sums, p.astype(self.program.v.dtype), top
@@ -226,12 +233,21 @@ class KeyLoop(RowsLoop):
         Returns:
           The scores, and the dropout of their probabilities.
         """
+        qk, pairs = self._products(masked, i, before_wait)
+        return pairs.scores_of(qk, self.program.q.dtype), pairs.drop
+
+    def _products(self, masked: bool, i, before_wait: Callable | None = None):
+        """Products of block i, and its pairs; the arguments are those of `_scores`."""
+        if self.plan.finds_level and not masked:
+            pairs = self.plan.pairs(self.spec, self.keys_at(i), masked, tables=False)
+            find = functools.partial(pairs.spec.score.level, pairs.distances)
+            qk, level = self.products_beside(i, before_wait, find)
+            return qk, dataclasses.replace(pairs, level=level)
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
         pairs = self._pairs(masked, i) if self.plan.loads_first else None
         qk = self.products(i, before_wait)
-        pairs = self._pairs(masked, i) if pairs is None else pairs
-        return pairs.scores_of(qk, self.program.q.dtype), pairs.drop
+        return qk, self._pairs(masked, i) if pairs is None else pairs
 
     def _pairs(self, masked: bool, i) -> Pairs:
         """The pairs of these rows and block i, with what they have loaded."""

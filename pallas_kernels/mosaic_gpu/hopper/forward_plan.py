@@ -284,6 +284,8 @@ class Plan(PassesPlan):
       drops_keys: whether there may be keys that no query attends.
       loads_first: whether operands of keys or pairs are loaded from global memory while
         the product of queries and keys is made.
+      finds_level: whether a step asks whether its block is level (`Pairs.level`), if
+        none of its pairs may be masked.
     """
 
     all_running: int
@@ -291,6 +293,7 @@ class Plan(PassesPlan):
     one_edge: bool
     drops_keys: bool
     loads_first: bool
+    finds_level: bool
 
     @classmethod
     def of(
@@ -321,7 +324,9 @@ class Plan(PassesPlan):
         of_keys = sum("s" in x.axes for x in jax.tree.leaves(spec))
         if has_list and of_keys > 1:  # registers do not hold that many meanwhile
             of_keys = 0
-        of_keys += spec.score.reads_distances
+        finds_level = tuning.finds_level(width, spec, launch.blocks)
+        # Registers do not hold both tables and products of three warpgroups.
+        of_keys += spec.score.reads_distances and not finds_level
         # All warpgroups of the thread block: the consumers and the producer.
         barriers = NamedBarriers(storage.consumers + 1)
         return cls(
@@ -340,6 +345,7 @@ class Plan(PassesPlan):
             one_edge=have_one_edge(spec, layout) and not all_running,
             drops_keys=drops_keys,
             loads_first=storage.pair_values is None and of_keys > 0,
+            finds_level=finds_level,
         )
 
 

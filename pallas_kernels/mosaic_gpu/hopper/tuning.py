@@ -36,10 +36,12 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
     """
     table = measured.here()
     # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
-    has_operands = any(term.operands for term in spec.score.terms)
+    numbers, is_level = table.numbers, _may_be_level(spec)
+    has_operands = any(term.operands for term in spec.score.terms) and not is_level
     wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
+    fewest = numbers.many_level_keys if is_level else numbers.many_keys
     # Blocks of fewer rows divide those of lists, which then serve both passes.
-    many = keys >= table.numbers.many_keys and not wants_registers
+    many = keys >= fewest and not wants_registers
     many = many and not spec.lists_blocks
     regime = "many keys" if many else "few keys"
     return table.blocks_of("forward", max(heads), regime)
@@ -238,6 +240,28 @@ def awaits_keys_early(
     reads_pairs = bool(score.pair_operands) or score.reads_distances
     is_plain = not (reads_pairs or spec.has_mask_of_pairs)
     return may_await_keys_early(blocks) and in_range and is_plain
+
+
+def _may_be_level(spec: AttentionSpec) -> bool:
+    return spec.score.may_be_level and spec.rows_follow
+
+
+def finds_level(width: Mapping[str, int], spec: AttentionSpec, blocks: Blocks) -> bool:
+    """Whether the forward asks of each block whether what is added to it is level.
+
+    T5's bias takes 0.83 to 0.94 of the time so at heads of 128, and from 2,048 keys on
+    at heads of 64 with three warpgroups, for which registers suffice then. Heads of 256
+    gain nothing (NVIDIA H200, 2026-11-30: benchmarks/lab/149-level-blocks.md).
+
+    Args:
+      width: of tiles of heads.
+      spec: of the call, or of its kernel.
+      blocks: of the kernel.
+    """
+    largest = max(width.values())
+    fewest = 3 if largest <= 64 else 1
+    fits = largest <= 128 and blocks.block_q >= fewest * ROWS
+    return fits and _may_be_level(spec)
 
 
 def adder_warps(width: Mapping[str, int]) -> int:
