@@ -179,8 +179,7 @@ class AttentionSpec:
     @property
     def rows_follow(self) -> bool:
         """Whether rows of a block have numbers that follow one another."""
-        stripes = self.query_rows.stripe, self.key_rows.stripe
-        return self.repeat == 1 and stripes == (None, None)
+        return self.repeat == 1 and not (self.query_rows.stripe or self.key_rows.stripe)
 
     @property
     def has_all_rows(self) -> bool:
