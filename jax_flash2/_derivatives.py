@@ -244,8 +244,8 @@ def _transpose(kind: _Kind, derived: _Kind, rule: Callable) -> Callable:
     Args:
       kind: of the operation.
       derived: of its tangent.
-      rule: of the problem, what the tangent takes beside tangents, and a cotangent of
-        each result; returns what each tangent gets.
+      rule: of the problem, what the tangent takes beside tangents, a cotangent of each
+        result, and which tangents it is linear in; returns what each of these gets.
     """
 
     def transpose(cotangents, *arrays, problem: Problem, axes, marker):
@@ -253,7 +253,8 @@ def _transpose(kind: _Kind, derived: _Kind, rule: Callable) -> Callable:
         operands = _operands(arrays, axes)
         grads = _instantiated(derived.operation, problem, operands, cotangents)
         count = len(operands) - len(kind.parts(problem, operands)[1])
-        found = rule(problem, operands[:count], grads)
+        linear = list(map(ad.is_undefined_primal, arrays[count:]))
+        found = rule(problem, operands[:count], grads, linear)
         return [None] * count + [
             _cotangent(x, like) if ad.is_undefined_primal(array) else None
             for x, array, like in zip(
@@ -310,7 +311,8 @@ def _by_value(cotangents, *arrays, problem: Problem, axes, marker):
     operands, problem = _operands(arrays, axes), problem.differentiated
     do, dlse = _instantiated(FORWARD, problem, operands, cotangents[:2])
     known, _ = _at_zero(problem, operands)
-    dv = _of_forward(problem, known, (do, *_zeros([dlse])))[_VALUE]
+    gradients = _call(_BACKWARD, problem, *known, do, *_zeros([dlse]))
+    dv = gradients[_VALUE]
     found: list = [None] * len(arrays)
     found[_VALUE] = _cotangent(dv, operands[_VALUE])
     return found
@@ -331,6 +333,7 @@ def _by_cotangents(cotangents, *arrays, problem: Problem, axes, marker):
         _absent(s.dtype) if isinstance(x, ad.Zero) else Named(x, s.axes)
         for x, s in zip(cotangents, structs, strict=True)
     ]
+    problem, along = _of_all(problem, operands[: first - 2], along)
     found = _call(_FORWARD_TANGENT, problem, *operands[:first], *along)
     pairs = zip(found, arrays[first:], operands[first:], strict=True)
     return [None] * first + [
@@ -371,24 +374,53 @@ def _zeros(operands: Sequence[Named]) -> list[Named]:
     return [Named(jnp.zeros_like(x.value), x.axes) for x in operands]
 
 
-def _of_forward(problem: Problem, saved, cotangents) -> list[Named]:
-    """Of the forward's tangent: the backward pass."""
-    return _call(_BACKWARD, problem, *saved, *cotangents)
+def _names(problem: Problem, operands) -> list[str]:
+    """Of the operands that have gradients, in order: those of `_places`."""
+    places = problem.places.items()
+    return [name for name, i in places if is_differentiable(operands[i])]
 
 
-def _of_backward(problem: Problem, known, along) -> list[Named]:
+def _of_forward(problem: Problem, saved, cotangents, linear) -> list[Named | None]:
+    """Of the forward's tangent: the backward pass. None where nobody asks."""
+    names = _names(problem, saved)
+    problem = problem.asking(dict(zip(names, linear, strict=True)))
+    found = iter(_call(_BACKWARD, problem, *saved, *cotangents))
+    return [None if name in problem.unasked else next(found) for name in names]
+
+
+def _of_all(problem: Problem, operands, along) -> tuple[Problem, list[Named]]:
+    """The problem of all gradients, of which those that were not asked for get 0.
+
+    Args:
+      operands: of the call.
+      along: of each gradient that the problem has.
+    """
+    given = iter(along)
+    along = [
+        _absent(operands[problem.places[name]].dtype)
+        if name in problem.unasked
+        else next(given)
+        for name in _names(problem, operands)
+    ]
+    return problem.asking({}), along
+
+
+def _of_backward(problem: Problem, known, along, linear) -> list[Named]:
     """Of the backward's tangent, whose results have the cotangents `along`."""
+    del linear
     *saved, do, dlse = known
+    problem, along = _of_all(problem, saved, along)
     of_out, of_gradients = _along(problem, saved, (do, dlse), along)
     return [*of_gradients, *_zeros(saved[-2:]), *of_out]
 
 
-def _of_forward_tangent(problem: Problem, known, cotangents) -> list[Named]:
+def _of_forward_tangent(problem: Problem, known, cotangents, linear) -> list[Named]:
     """Of the tangent of the forward's tangent (reverse over forward)."""
+    del linear
     count = len(problem.axes) + 2
     saved, along = known[:count], known[count:]
     _, of_gradients = _along(problem, saved, cotangents, along)
-    gradients = _of_forward(problem, saved, cotangents)
+    gradients = _call(_BACKWARD, problem, *saved, *cotangents)
     return [*of_gradients, *_zeros(saved[-2:]), *gradients]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,8 @@ class Problem:
       is_named: whether the caller named it.
       described: the abstract device that it is for (`device.described_by`), of which
         the parts say nothing that JAX divides arrays into.
+      unasked: operands of the score whose gradients nobody asks for: no kernel is
+        traced for them.
     """
 
     axes: tuple[Axes, ...]
@@ -43,6 +45,7 @@ class Problem:
     backend: str
     is_named: bool
     described: Any = None
+    unasked: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Call, backend: str, *, is_named: bool = False) -> Problem:
@@ -94,6 +97,12 @@ class Problem:
         spec = dataclasses.replace(call.spec, gives_largest=False)
         tree = jax.tree.structure(dataclasses.replace(call, spec=spec))
         return dataclasses.replace(self, tree=tree)
+
+    def asking(self, asked: Mapping[str, bool]) -> Problem:
+        """The same for a backward that gives these gradients, at least."""
+        operands = self.call(range(self.tree.num_leaves)).spec.score.operands
+        unasked = tuple(name for name in operands if not asked.get(name, True))
+        return dataclasses.replace(self, unasked=unasked)
 
     def result_dtype(self, dtype):
         """Of a result that has that dtype if it is no part of another.
@@ -153,7 +162,11 @@ def wanted_gradients(problem: Problem, operands) -> dict[str, Named]:
         return _struct(axes, size, problem.result_dtype(x.dtype))
 
     named = {name: operands[place] for name, place in problem.places.items()}
-    return {name: struct(x) for name, x in named.items() if is_differentiable(x)}
+    return {
+        name: struct(x)
+        for name, x in named.items()
+        if is_differentiable(x) and name not in problem.unasked
+    }
 
 
 def _with_missing(operands, axes: Axes) -> Axes:

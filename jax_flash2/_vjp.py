@@ -78,13 +78,17 @@ def _backward(problem: Problem, operands):
         return [jnp.zeros(x.shape, x.dtype) for x in wanted.values()]
     arrays, saved = operands[: len(problem.axes)], operands[len(problem.axes) :]
     call, found = problem.call(arrays), {}
+    asked = {_pass_of(name, call) for name in wanted}
     makers = _makers(problem, operands)
     for name in dict.fromkeys(made.name for made in makers.values()):
         plans: dict[Pass, Plan] = {
-            x: made.plan for x, made in makers.items() if made.name == name
+            x: made.plan
+            for x, made in makers.items()
+            if made.name == name and x in asked
         }
         own = {n: x for n, x in wanted.items() if _pass_of(n, call) in plans}
-        found |= _backends.module(name).backward(plans, call, saved, own)
+        if plans:
+            found |= _backends.module(name).backward(plans, call, saved, own)
     return [found[name] for name in wanted]
 
 

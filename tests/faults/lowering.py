@@ -8,6 +8,24 @@ RULES = "tests/transforms/test_promotion.py -k {}"
 
 MUTANTS = [
     *of(
+        "jax_flash2/_operation.py",
+        (
+            "kernels for gradients that nobody asks for",
+            "if not asked.get(name, True))",
+            "if name not in asked and asked.get(name))",
+            "tests/transforms/test_derivatives.py -k nobody_asks",
+        ),
+    ),
+    *of(
+        "jax_flash2/_derivatives.py",
+        (
+            "second derivatives along what was asked for alone",
+            "return problem.asking({}), along",
+            "return problem, along",
+            "tests/transforms/test_derivatives.py -k _vjp_of_grad_by_some",
+        ),
+    ),
+    *of(
         "pallas_kernels/core/promotion.py",
         (
             "the caller's rules of promotion hold in lists of blocks",

@@ -73,15 +73,19 @@ def _jvp_of_jvp(f, operands, tangents):
     return jax.jvp(lambda *x: jax.jvp(f, x, tangents)[1], operands, tangents)
 
 
-def _gradients(f):
-    """Of a function that is not linear in the output and the log-sum-exp."""
+def _gradients(f, count=None):
+    """Of a function that is not linear in the output and the log-sum-exp.
+
+    Args:
+      count: of how many operands, the first ones; None for all.
+    """
 
     def loss(*x):
         out, lse = f(*x)
         lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return jnp.sum(jnp.cos(out)) + jnp.sum(jnp.sin(lse))
 
-    return lambda *x: jax.grad(loss, tuple(range(len(x))))(*x)
+    return lambda *x: jax.grad(loss, tuple(range(count or len(x))))(*x)
 
 
 def _jvp_of_grad(f, operands, tangents):
@@ -101,6 +105,26 @@ def _vjp_of_some_of_grad(f, operands, tangents):
         return _gradients(f)(q, k, v, *others)[:2]
 
     return jax.jit(lambda *x: jax.vjp(gradients, *x)[1](tangents[:2]))(k, v)
+
+
+def _vjp_of_grad_by_some(f, operands, tangents):
+    """Of gradients by query and key, by all operands: that of the bias comes late."""
+    return jax.vjp(_gradients(f, 2), *operands)[1](tangents[:2])
+
+
+def _jvp_of_grad_by_some(f, operands, tangents):
+    return jax.jvp(_gradients(f, 2), operands, tangents)
+
+
+def _vjp_of_vjp_by_some(f, operands, tangents):
+    """By the cotangents too."""
+    cotangents = jax.tree.map(jnp.sin, f(*operands))
+
+    def backward(operands, cotangents):
+        q, k, *others = operands
+        return jax.vjp(lambda *x: f(*x, *others), q, k)[1](cotangents)
+
+    return jax.vjp(backward, operands, cotangents)[1](tangents[:2])
 
 
 def _vjp_of_vjp(f, operands, tangents):
@@ -162,8 +186,11 @@ def _compiled(transformation, **options):
     [
         _vmap_of_jvp,
         _vjp_of_grad,
+        _vjp_of_grad_by_some,
         _vjp_of_jvp,
         *deeply(
+            _jvp_of_grad_by_some,
+            _vjp_of_vjp_by_some,
             _jvp_of_jit,
             _linearize,
             _jvp_of_vmap,
@@ -341,6 +368,25 @@ def test_gradients_by_some_operands_keep_no_zeros_for_others():
 
     call = functools.partial(attention, implementation="xla")
     assert kept(lambda q: call(q, k, v), q) <= kept(call, q, k, v)
+
+
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_no_kernel_is_traced_for_gradients_that_nobody_asks_for(backend):
+    """A bias that is no parameter takes no longer to lower than its absence."""
+    x = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16)
+
+    def gradients(count, *x):
+        def loss(q, k, v, bias):
+            return attention(q, k, v, bias, implementation=backend).sum()
+
+        return jax.grad(loss, tuple(range(count)))(*x)
+
+    found = [
+        "flash2_dbias" in lower_for_gpu(functools.partial(gradients, n), x, x, x, bias)
+        for n in (3, 4)
+    ]
+    assert found == [False, True]
 
 
 @deep
