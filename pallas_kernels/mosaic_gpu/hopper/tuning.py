@@ -249,9 +249,10 @@ def _may_be_level(spec: AttentionSpec) -> bool:
 def finds_level(width: Mapping[str, int], spec: AttentionSpec, blocks: Blocks) -> bool:
     """Whether the forward asks of each block whether what is added to it is level.
 
-    T5's bias takes 0.83 to 0.94 of the time so at heads of 128, and from 2,048 keys on
-    at heads of 64 with three warpgroups, for which registers suffice then. Heads of 256
-    gain nothing (NVIDIA H200, 2026-11-30: benchmarks/lab/149-level-blocks.md).
+    With T5's bias it is 1.02 to 1.09 times as fast so at heads of 128. At heads of 64
+    it is 1.07 to 1.13 times from 2,048 keys on, with three warpgroups, for which there
+    are registers then. Heads of 256 gain nothing (NVIDIA H200, 2026-11-30:
+    benchmarks/lab/149-level-blocks.md).
 
     Args:
       width: of tiles of heads.
