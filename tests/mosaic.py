@@ -1,7 +1,6 @@
 """What the tests of the Mosaic GPU backend share."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +13,7 @@ from pallas_kernels import device
 from pallas_kernels.mosaic_gpu import measured
 from tests import tolerances
 from tests.cases import CASES, ON_GPU, Case, by_name
+from tests.functions import is_data
 from tests.lowering import lower_for_gpu
 
 MOSAIC = {"implementation": "mosaic_gpu"}
@@ -52,14 +52,16 @@ off_hopper = pytest.mark.skipif(
 
 
 def lowered(case: Case, dtype, **more) -> str:
-    """The module of a call's forward pass for a Hopper GPU, and of its gradients."""
+    """The module of a call's forward pass for a Hopper GPU, and of all gradients."""
     arrays, arguments = case.full().inputs(dtype)
-    data = {n: x for n, x in arguments.items() if isinstance(x, np.ndarray | jax.Array)}
+    data = {n: x for n, x in arguments.items() if is_data(x)}
     static = {n: x for n, x in arguments.items() if n not in data}
 
     def run(arrays, data):
-        call = functools.partial(attention, **static, **data, **MOSAIC, **more)
-        out, vjp = jax.vjp(call, *arrays)
+        def call(arrays, data):
+            return attention(*arrays, **static, **data, **MOSAIC, **more)
+
+        out, vjp = jax.vjp(call, arrays, data)
         return out, vjp(out)
 
     return lower_for_gpu(run, arrays, data)

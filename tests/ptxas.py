@@ -148,8 +148,10 @@ def kernels(shape: tuple[int, ...], key_heads: int, arguments: dict) -> list[byt
     static = {n: x for n, x in arguments.items() if n not in data}
 
     def run(arrays, data):
-        call = functools.partial(attention, implementation="mosaic_gpu")
-        out, vjp = jax.vjp(functools.partial(call, **static, **data), *arrays)
+        def call(arrays, data):
+            return attention(*arrays, **static, **data, implementation="mosaic_gpu")
+
+        out, vjp = jax.vjp(call, arrays, data)
         return out, vjp(out)
 
     if "context" not in arguments:

@@ -38,18 +38,21 @@ def _cases():
 
 
 def forward_and_backward(case, dtype, **options):
-    """A function of (query, key, value, cotangents), and its shapes."""
+    """A function of (query, key, value, cotangents), and its shapes.
+
+    It also gives the gradients of a bias, of slopes and of what a score_mod captures.
+    """
     _, arguments = case.inputs(dtype)
-    call = functools.partial(
-        attention,
-        implementation="triton",
-        return_residual=True,
-        **arguments,
-        **options,
-    )
+    learnt = "bias", "alibi_slopes", "score_mod"
+    data = {n: x for n, x in arguments.items() if n in learnt}
+    static = {n: x for n, x in arguments.items() if n not in data} | options
+
+    def call(arrays, data):
+        more = {"implementation": "triton", "return_residual": True}
+        return attention(*arrays, **data, **static, **more)
 
     def run(q, k, v, cotangents):
-        outputs, vjp = jax.vjp(call, q, k, v)
+        outputs, vjp = jax.vjp(call, (q, k, v), data)
         return outputs, vjp(cotangents)
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in case.shapes]
