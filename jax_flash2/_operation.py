@@ -99,7 +99,11 @@ class Problem:
         return dataclasses.replace(self, tree=tree)
 
     def asking(self, asked: Mapping[str, bool]) -> Problem:
-        """The same for a backward that gives these gradients, at least."""
+        """The same, whose backward may leave gradients out.
+
+        Args:
+          asked: of operands of the score, False for those that nobody asks for.
+        """
         operands = self.call(range(self.tree.num_leaves)).spec.score.operands
         unasked = tuple(name for name in operands if not asked.get(name, True))
         return dataclasses.replace(self, unasked=unasked)

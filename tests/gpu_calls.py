@@ -102,6 +102,10 @@ def with_gradients(run):
     return both
 
 
+def _capped(score, b, h, q, kv):
+    return 50.0 * jnp.tanh(score / 50.0)
+
+
 def _square(head: int, t: int = 4096, b: int = 2, n: int = 0, d: int = 0):
     """As many heads as make 2,048 elements, at least 8."""
     n = n or max(2048 // head, 8)
@@ -170,6 +174,9 @@ def _of_pairs() -> Iterator[GpuCall]:
             name = f"bf16 {head} {words}"
             more = {"arguments": arguments, "quick": name in quick}
             yield GpuCall(name, *_square(head), **more)
+    for head in (64, 128):
+        arguments = {"score_mod": _capped}
+        yield GpuCall(f"bf16 {head} function", *_square(head), arguments=arguments)
     window = {"logits_soft_cap": 50.0, "local_window_size": (4095, 0), **CAUSAL}
     gemma = (1, 8192, 8192), (8, 4, 256, 256)
     yield GpuCall("bf16 256 soft cap window grouped", *gemma, arguments=window)

@@ -2,7 +2,7 @@
 
     python -m tests.gpus                     15 calls for one GPU of each family
     python -m tests.gpus rtx4090 b200        for these (`tests.gpu_targets`)
-    python -m tests.gpus rtx4090 --all       all 77 calls (`tests.gpu_calls`)
+    python -m tests.gpus rtx4090 --all       all 79 calls (`tests.gpu_calls`)
     python -m tests.gpus b200 -k "256 causal"  calls whose name has this text
 
 Arrays have the types of a described GPU, so that the library chooses as it would there;

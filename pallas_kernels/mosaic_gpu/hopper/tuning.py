@@ -35,8 +35,9 @@ def choose(heads: tuple[int, int], keys: int, spec: AttentionSpec) -> Blocks:
       spec: of the call.
     """
     table = measured.here()
-    # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0).
     numbers, is_level = table.numbers, _may_be_level(spec)
+    # With three warpgroups these spill 150 to 450 bytes (JAX 0.11.2, ptxas 13.0), but
+    # not tables whose loads come late (`Plan.finds_level`).
     has_operands = any(term.operands for term in spec.score.terms) and not is_level
     wants_registers = spec.traits.is_sparse or spec.dropout is not None or has_operands
     fewest = numbers.many_level_keys if is_level else numbers.many_keys
