@@ -76,8 +76,9 @@ def with_numbers(monkeypatch, **numbers) -> None:
 
 
 def with_any_size(monkeypatch) -> None:
-    """Calls for which the backward is not fast go to it, too."""
-    with_numbers(monkeypatch, fewest_tiles=0, widths_that_keep_no_scores=())
+    """Calls for which the backward is not fast go to it, too, and share blocks."""
+    numbers = {"fewest_tiles": 0, "rows_of_a_part": 1}
+    with_numbers(monkeypatch, widths_that_keep_no_scores=(), **numbers)
 
 
 def with_heads(case: Case, size: int) -> Case:

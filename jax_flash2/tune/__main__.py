@@ -112,7 +112,7 @@ def _found_blocks(backend, regime, kernel, head_size, given, rows):
 def _crossover_steps() -> Iterator[Step]:
     for head_size in _common_first(hopper.CROSSOVER_SIZES):
         for condition in measured.CONDITIONS:
-            for which in crossover.passes(condition):
+            for which in crossover.PASSES:
                 at = condition, head_size, which
                 is_common = head_size in _COMMON_SIZES
                 is_common = is_common and condition in _COMMON_CONDITIONS

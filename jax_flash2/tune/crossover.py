@@ -19,11 +19,6 @@ BACKENDS = ("mosaic_gpu", "triton")
 LADDER = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
-def passes(condition: str) -> tuple[str, ...]:
-    """Those that a condition has crossover points of."""
-    return PASSES[:1] if condition in hopper.FORWARD_ONLY else PASSES
-
-
 def timed(problem: Problem, which: str, backend: str) -> Timed:
     """A pass of a problem by a backend: all gradients that the problem asks for."""
     wanted = None

@@ -193,10 +193,6 @@ def _with_bias(
     return problem(arrays=arrays, operand=operand)
 
 
-# Of these only the forward is chosen by a crossover point.
-FORWARD_ONLY = ("documents", "copied")
-
-
 def call_of(problem: Problem) -> Call:
     """The call that a backend is asked about, of shapes."""
     q, k, v, _ = jax.eval_shape(problem.rows, *problem.shape.structs())

@@ -83,7 +83,9 @@ class Numbers:
         it is, no choice can see.
       shared_blocks: blocks of keys of a head that have several thread blocks, at most,
         where a mask of lists has some that nearly all queries visit.
-      parts_of_a_shared_block: how many thread blocks each of them has.
+      parts_of_a_shared_block: how many thread blocks each of them has, at most.
+      rows_of_a_part: query rows that each of these visits, at least, where the block
+        of keys is visited by all.
       addition_part: the part of a work tile's time that one addition to dq and the news
         of it take.
       first_turns_part: the part of the time that may pass before all thread blocks have
@@ -116,6 +118,7 @@ class Numbers:
     blocks_of_a_document: int
     shared_blocks: int
     parts_of_a_shared_block: int
+    rows_of_a_part: int
     addition_part: float
     first_turns_part: float
     rows_of_an_accumulator: int

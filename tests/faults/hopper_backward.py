@@ -99,6 +99,12 @@ MUTANTS = [
             "bytes_of_float32 = 1",
             "tests/mosaic_gpu/test_listed_visits.py -k parts_take",
         ),
+        (
+            "parts of shared blocks as small as can be",
+            "visited // numbers.rows_of_a_part",
+            "visited",
+            "tests/mosaic_gpu/test_listed_visits.py -k not_too_small",
+        ),
     ),
     *of(
         "pallas_kernels/core/visits.py",

@@ -80,6 +80,12 @@ MUTANTS = [
             "tests/mosaic_gpu/test_variants.py -k loaded_before",
         ),
         (
+            "each block of a list has the place of the one before it",
+            "self.keys_at(jnp.minimum(i + 1, self.last))",
+            "self.keys_at(jnp.minimum(i, self.last))",
+            "tests/kernels/test_block_mask.py -m '' -k 'mosaic_gpu_kernels and window'",
+        ),
+        (
             "sums of rows stay when the maximum grows",
             "sums = sums * self.plan.along(alpha, support.COLUMNS)",
             "del alpha",

@@ -174,6 +174,12 @@ MUTANTS = [
             CHOICE,
         ),
         (
+            "documents have the forward's point in the backward",
+            "return getattr(table.crossover(condition, largest), which)",
+            "return table.crossover(condition, largest).forward",
+            "tests/mosaic_gpu/test_choice.py -k for_each_pass",
+        ),
+        (
             "an order of any size",
             "if need > numbers.most_order_bytes:",
             "if need < 0:",

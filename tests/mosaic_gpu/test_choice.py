@@ -1,5 +1,6 @@
 """Which calls, and which of their passes, go to the Mosaic GPU backend on Hopper."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import attention, explain
-from pallas_kernels.mosaic_gpu import support
+from pallas_kernels.mosaic_gpu import measured, support
 from tests.lowering import lower_for_gpu
 from tests.mosaic import MOSAIC
 from tests.tiers import deeply
@@ -59,9 +60,31 @@ def test_calls_go_to_the_backend_that_measured_faster():
         (512, 128, "mosaic_gpu"),
         (120, 128, "triton"),
         (8192, 64, "triton"),
+        (16384, 64, "mosaic_gpu"),
+        (1024, 48, "triton"),
+        (2048, 48, "mosaic_gpu"),
     ):
         ids = {"query_segment_ids": jnp.zeros((2, rows), jnp.int32)}
         assert _choice((2, rows, 16, head), is_causal=True, **ids) == chosen
+
+
+def test_documents_have_a_point_for_each_pass(monkeypatch):
+    table = measured.here()
+    documents = {128: measured.Crossover(forward=64, backward=8192)}
+    crossovers = {**table.crossovers, "documents": documents}
+    table = dataclasses.replace(table, crossovers=crossovers)
+    monkeypatch.setattr(measured, "here", lambda: table)
+    ids = jnp.zeros((2, 4096), jnp.int32)
+    call = functools.partial(attention, is_causal=True, query_segment_ids=ids)
+    q = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
+
+    def both(q, k, v, do):
+        out, vjp = jax.vjp(call, q, k, v)
+        return out, vjp(do)
+
+    text = lower_for_gpu(both, q, q, q, q)
+    forward, *backward = re.findall(r"custom_call @([\w$.]+)", text)
+    assert forward == "mosaic_gpu_v2" and {*backward} == {"__gpu$xla.gpu.triton"}
 
 
 def _kernels_under_vmap(axes: int, which: str, **options) -> set[str]:

@@ -101,8 +101,6 @@ def _conditions(call) -> list[str]:
     ["bias and its gradient", *deeply("causal", *measured.CONDITIONS)],
 )
 def test_both_sides_of_a_crossover_lower(condition, which):
-    if which not in crossover.passes(condition):
-        return
     with on_gpu(H100):
         for problem in _small(lambda: hopper.ladder(condition, 128, 512)):
             for backend in crossover.BACKENDS:

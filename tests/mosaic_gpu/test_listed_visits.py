@@ -96,13 +96,7 @@ def test_programs_that_are_not_shared():
 @pytest.mark.parametrize("keys", [100, 512, 1000, 2048, 8192, 1 << 17])
 def test_parts_take_no_more_memory_than_gradients(keys):
     """Those of shared blocks, in float32; long rows have as many as were timed."""
-    size = {"t": 128, "s": 64}
-    mask = listed(
-        DenseMask(Named(np.ones((128, 64), bool), ("t", "s"))), size, (32,) * 2
-    )
-    spec, rows = AttentionSpec(Score(1.0), (mask,)), {"t": 64, "s": 128}
-    found = tuning.sharing(spec, {"t": keys, "s": keys}, rows)
-    numbers = measured.here().numbers
+    found, numbers = _sharing({"t": 1 << 17, "s": keys}), measured.here().numbers
     if keys < 512:  # not one more fits
         assert found is None
         return
@@ -112,3 +106,26 @@ def test_parts_take_no_more_memory_than_gradients(keys):
     has_all = found.parts == numbers.parts_of_a_shared_block
     assert has_all or 4 * 128 * another.more > 2 * keys
     assert has_all == (keys >= 8192)
+
+
+def _sharing(size: dict[str, int]) -> Sharing | None:
+    """Of a list that data decides."""
+    mask = DenseMask(Named(np.ones((128, 64), bool), ("t", "s")))
+    mask = listed(mask, {"t": 128, "s": 64}, (32, 32))
+    spec = AttentionSpec(Score(1.0), (mask,))
+    return tuning.sharing(spec, {"n": 1, "k": 1, **size}, {"t": 64, "s": 128})
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [
+        ({"t": 1024}, 1),
+        ({"t": 2048}, 2),
+        ({"t": 4096}, 4),
+        ({"t": 1 << 16}, 8),
+        ({"t": 1024, "n": 12, "k": 4}, 3),
+    ],
+)
+def test_parts_are_not_too_small(size, parts):
+    found = _sharing({"s": 1 << 14, **size})
+    assert (1 if found is None else found.parts) == parts

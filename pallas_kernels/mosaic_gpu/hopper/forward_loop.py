@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import flash2
 from pallas_kernels.core.pairs import Pairs
+from pallas_kernels.core.ranges import Range
 from pallas_kernels.core.spec import AttentionSpec
 from pallas_kernels.mosaic_gpu import prefetch, support
 from pallas_kernels.mosaic_gpu.forward_program import KeyBlocks
@@ -77,6 +78,34 @@ class RowsLoop:
     def keys_at(self, i) -> Where:
         """Where these rows and the keys of block i lie."""
         return {**self.where, "s": self.keys.at(i - self.first)}
+
+    def visit(self, start, end, step: Callable, state):
+        """Runs `state = step(i, place, state)` for the blocks from `start` to `end`.
+
+        `place()` is `keys_at(i)`. Where a list numbers the blocks, each step reads the
+        number of the block after it: products are issued after the loads of a block's
+        pairs, which ask where it lies.
+        """
+        # Hidden from the optimiser: so two backward kernels spilled no registers (lab
+        # note 077).
+        opaque = support.opaque
+
+        def of_range(i, state):
+            i = opaque(i)
+            return step(i, functools.partial(self.keys_at, i), state)
+
+        def of_list(i, state):
+            here, state = state
+            i = opaque(i)
+            there = self.keys_at(jnp.minimum(i + 1, self.last))["s"]
+            rows = dataclasses.replace(there, start=here)
+            state = step(i, lambda: {**self.where, "s": rows}, state)
+            return there.start, state
+
+        if isinstance(self.keys.blocks, Range):
+            return lax.fori_loop(start, end, of_range, state)
+        here = self.keys_at(jnp.minimum(start, self.last))["s"].start
+        return lax.fori_loop(start, end, of_list, (here, state))[1]
 
     def products(self, i, before_wait: Callable | None = None) -> jax.Array:
         """Products of the queries and the keys of block i.
@@ -165,37 +194,36 @@ class KeyLoop(RowsLoop):
         """
         first, last = self.first, self.last
         self.wait_for_next(first - 1)
-        scores, drop = self._scores(True, first)
+        place = functools.partial(self.keys_at, first)
+        scores, drop = self._scores(True, first, place)
         m, _, p = flash2.update(self.no_keys.m, scores, self.plan.arithmetic)
         sums, p = support.sums_of_rows(p), drop(p)
         self.wait_for_next(first)
         state: Any = m, sums, p.astype(self.program.v.dtype)
         step = functools.partial(self._running_step, acc)
-        state = lax.fori_loop(first + 1, first + self.running, step, state)
+        state = self.visit(first + 1, first + self.running, step, state)
         m, *state = state
         state, shift = (*state, self.no_keys.top), flash2.finite(m)
         start = first + self.running
         # A loop that never has a block is left out: it would take time to compile.
         if self.plan.one_running and not self.plan.one_edge:
             step = functools.partial(self._fixed_step, acc, True, shift)
-            state = lax.fori_loop(start, first + self.edges, step, state)
+            state = self.visit(start, first + self.edges, step, state)
             start = jnp.maximum(start, first + self.edges)
         if not self.plan.all_running:
             step = functools.partial(self._fixed_step, acc, False, shift)
-            state = lax.fori_loop(start, last + 1, step, state)
+            state = self.visit(start, last + 1, step, state)
         sums, p, top = state
         self.queries_read()
         self.add_values(acc, last, p)
         self.finish_values(last)
         return flash2.State(m, jnp.sum(sums, axis=-1), acc[...], top)
 
-    def _running_step(self, acc, i, state):
+    def _running_step(self, acc, i, place: Callable, state):
         """Block i with a running maximum, and the values of the block before it."""
-        # Hidden from the optimiser: so two backward kernels spilled no registers (lab
-        # note 077).
-        i = support.opaque(i)
         m, sums, p = state
-        scores, drop = self._scores(True, i, lambda: self.add_values(acc, i - 1, p))
+        values = functools.partial(self.add_values, acc, i - 1, p)
+        scores, drop = self._scores(True, i, place, values)
         m, alpha, p = flash2.update(m, scores, self.plan.arithmetic)
         sums = sums * self.plan.along(alpha, support.COLUMNS)
         sums, p = support.sums_of_rows(p, sums), drop(p)
@@ -204,16 +232,16 @@ class KeyLoop(RowsLoop):
         acc[...] = acc[...] * self.plan.along(alpha, self.plan.width["d"])
         return m, sums, p.astype(self.program.v.dtype)
 
-    def _fixed_step(self, acc, masked: bool, shift, i, state):
+    def _fixed_step(self, acc, masked: bool, shift, i, place: Callable, state):
         """Block i with a fixed maximum, and the values of the block before it.
 
         Args:
           masked: whether pairs of the block may be masked.
           shift: the fixed maximum of each row.
         """
-        i = support.opaque(i)
         sums, p, top = state
-        qk, pairs = self._products(masked, i, lambda: self.add_values(acc, i - 1, p))
+        values = functools.partial(self.add_values, acc, i - 1, p)
+        qk, pairs = self._products(masked, i, place, values)
         shift = self.plan.along(shift, self.plan.block_kv)
         p = pairs.probabilities(qk, self.program.q.dtype, shift)
         sums, top, p = support.sums_of_rows(p, sums), larger(top, p), pairs.drop(p)
@@ -223,36 +251,37 @@ class KeyLoop(RowsLoop):
 
     # Scores.
 
-    def _scores(self, masked: bool, i, before_wait: Callable | None = None):
+    def _scores(self, masked: bool, i, place: Callable, before_wait=None):
         """Scores of block i.
 
         Args:
           masked: whether pairs of the block may be masked.
+          place: where these rows and its keys lie.
           before_wait: issues products that run on after those of queries and keys.
 
         Returns:
           The scores, and the dropout of their probabilities.
         """
-        qk, pairs = self._products(masked, i, before_wait)
+        qk, pairs = self._products(masked, i, place, before_wait)
         return pairs.scores_of(qk, self.program.q.dtype), pairs.drop
 
-    def _products(self, masked: bool, i, before_wait: Callable | None = None):
+    def _products(self, masked: bool, i, place: Callable, before_wait=None):
         """Products of block i, and its pairs; the arguments are those of `_scores`."""
         if self.plan.finds_level and not masked:
-            pairs = self.plan.pairs(self.spec, self.keys_at(i), masked, tables=False)
+            pairs = self.plan.pairs(self.spec, place(), masked, tables=False)
             find = functools.partial(pairs.spec.score.level, pairs.distances)
             qk, level = self.products_beside(i, before_wait, find)
             return qk, dataclasses.replace(pairs, level=level)
         # A load from global memory does not block. The thread goes on to issue the
         # products, and waits at the first use of what was loaded, in `scores_of`.
-        pairs = self._pairs(masked, i) if self.plan.loads_first else None
+        pairs = self._pairs(masked, i, place) if self.plan.loads_first else None
         qk = self.products(i, before_wait)
-        return qk, self._pairs(masked, i) if pairs is None else pairs
+        return qk, self._pairs(masked, i, place) if pairs is None else pairs
 
-    def _pairs(self, masked: bool, i) -> Pairs:
+    def _pairs(self, masked: bool, i, place: Callable) -> Pairs:
         """The pairs of these rows and block i, with what they have loaded."""
         plan, pipeline = self.plan, self.program.refs.pair_values
-        keys = self.keys_at(i)
+        keys = place()
         if pipeline is None:
             return plan.pairs(self.spec, keys, masked)
         use = i * plan.consumers + self.program.warpgroup

@@ -110,16 +110,18 @@ def slower(call: Call, programs: float, copied: bool) -> str | None:
     keys = call.spec.mean_keys(call.size["s"])
     if keys < _crossover(call).forward:
         return f"about {keys} keys for a query are few"
-    return _slower_in_each_pass(call, programs, copied)
+    return _slower_in_pass("forward", call, programs, copied)
 
 
-def _slower_in_each_pass(call: Call, programs: float, copied: bool) -> str | None:
-    """Why the next backend is faster in both passes, as far as is known, or None."""
+def _slower_in_pass(
+    which: str, call: Call, programs: float, copied: bool
+) -> str | None:
+    """Why the next backend is faster in the "forward" or the "backward", or None."""
     spec, largest, table = call.spec, max(call.head_sizes), measured.here()
     keys = spec.mean_keys(call.size["s"])
 
     def fewest(condition: str) -> float:
-        return table.crossover(condition, largest).forward
+        return getattr(table.crossover(condition, largest), which)
 
     if spec.traits.is_sparse and keys < fewest("documents"):
         return "most blocks of keys may be skipped"
@@ -156,7 +158,7 @@ def slower_backward(
     fewest = _crossover(call, makes_gradient=makes_gradient).backward
     if keys * max(t, s) < fewest * max(s, 1):
         return f"about {keys} keys for a query are few"
-    return _slower_in_each_pass(call, programs, copied)
+    return _slower_in_pass("backward", call, programs, copied)
 
 
 def slower_tangent(call: Call) -> str | None:
@@ -286,7 +288,8 @@ def sharing(
     All parts but the last are kept in float32: so many that they take at most as much
     memory as dk and dv, in whole tiles of heads. A call of few keys has few, as its
     programs that no block needs count, too. Where masks alone say which blocks have
-    many visits, none is left over.
+    many visits, none is left over. Nor is a part so small that to begin it and to sum
+    it takes longer than its visits.
 
     Args:
       size, rows: of `t` and `s`, all and those of a block.
@@ -300,7 +303,9 @@ def sharing(
         return None
     bytes_of_float32 = 2  # times those of dk and dv
     more = size["s"] // (blocks * rows["s"] * bytes_of_float32)
-    parts = min(numbers.parts_of_a_shared_block, 1 + more)
+    visited = size["t"] * size["n"] // size["k"]
+    most = min(numbers.parts_of_a_shared_block, visited // numbers.rows_of_a_part)
+    parts = min(most, 1 + more)
     return Sharing(blocks, parts) if parts > 1 else None
 
 
