@@ -61,7 +61,7 @@ def test_every_hopper_gpu_has_a_table():
     assert known.gpu == H100
     for gpu in ("NVIDIA H200", "NVIDIA GH200 480GB", None):
         assert measured.of_gpu(gpu) == known
-    assert math.isinf(known.crossover("documents", 64).forward)
+    assert math.isinf(known.crossover("documents", 32).forward)
 
 
 def explained(shape, head, config, value=None, **arguments) -> str:
