@@ -86,17 +86,16 @@ class RowsLoop:
         number of the block after it: products are issued after the loads of a block's
         pairs, which ask where it lies.
         """
-        # Hidden from the optimiser: so two backward kernels spilled no registers (lab
-        # note 077).
-        opaque = support.opaque
 
+        # Numbers are hidden from the optimiser: so two backward kernels spilled no
+        # registers (lab note 077).
         def of_range(i, state):
-            i = opaque(i)
+            i = support.opaque(i)
             return step(i, functools.partial(self.keys_at, i), state)
 
         def of_list(i, state):
             here, state = state
-            i = opaque(i)
+            i = support.opaque(i)
             there = self.keys_at(jnp.minimum(i + 1, self.last))["s"]
             rows = dataclasses.replace(there, start=here)
             state = step(i, lambda: {**self.where, "s": rows}, state)
@@ -220,7 +219,11 @@ class KeyLoop(RowsLoop):
         return flash2.State(m, jnp.sum(sums, axis=-1), acc[...], top)
 
     def _running_step(self, acc, i, place: Callable, state):
-        """Block i with a running maximum, and the values of the block before it."""
+        """Block i with a running maximum, and the values of the block before it.
+
+        Args:
+          place: of `visit`.
+        """
         m, sums, p = state
         values = functools.partial(self.add_values, acc, i - 1, p)
         scores, drop = self._scores(True, i, place, values)
@@ -238,6 +241,7 @@ class KeyLoop(RowsLoop):
         Args:
           masked: whether pairs of the block may be masked.
           shift: the fixed maximum of each row.
+          place: of `visit`.
         """
         sums, p, top = state
         values = functools.partial(self.add_values, acc, i - 1, p)
@@ -251,12 +255,14 @@ class KeyLoop(RowsLoop):
 
     # Scores.
 
-    def _scores(self, masked: bool, i, place: Callable, before_wait=None):
+    def _scores(
+        self, masked: bool, i, place: Callable, before_wait: Callable | None = None
+    ):
         """Scores of block i.
 
         Args:
           masked: whether pairs of the block may be masked.
-          place: where these rows and its keys lie.
+          place: called for where these rows and its keys lie.
           before_wait: issues products that run on after those of queries and keys.
 
         Returns:
@@ -265,7 +271,9 @@ class KeyLoop(RowsLoop):
         qk, pairs = self._products(masked, i, place, before_wait)
         return pairs.scores_of(qk, self.program.q.dtype), pairs.drop
 
-    def _products(self, masked: bool, i, place: Callable, before_wait=None):
+    def _products(
+        self, masked: bool, i, place: Callable, before_wait: Callable | None = None
+    ):
         """Products of block i, and its pairs; the arguments are those of `_scores`."""
         if self.plan.finds_level and not masked:
             pairs = self.plan.pairs(self.spec, place(), masked, tables=False)

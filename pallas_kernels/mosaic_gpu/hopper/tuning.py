@@ -292,7 +292,8 @@ def sharing(
     it takes longer than its visits.
 
     Args:
-      size, rows: of `t` and `s`, all and those of a block.
+      size: of `t` and `s`, and of the heads `n` and `k`.
+      rows: of a block, of `t` and `s`.
     """
     if not spec.lists_blocks or spec.is_part:
         return None
